@@ -1,0 +1,33 @@
+"""Errors meant for the person who wrote the job file or the command line."""
+
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class JobError(ValueError):
+    """A job that cannot run as written.
+
+    The message is complete: where (file and line, if there is one), what was expected and found,
+    and the remedy. The command line prints it alone and exits with status 2.
+    """
+
+
+def attempt(action: Callable[[], _T], failed: str) -> _T:
+    """Call other people's code; what it raises becomes a ``JobError`` that says so and where.
+
+    Args:
+        action: Imports a module, or calls a config function.
+        failed: What failed, as the start of the message.
+    """
+    try:
+        return action()
+    except JobError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise JobError(
+            f"{failed}: {type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
+        ) from error

@@ -1,0 +1,384 @@
+"""Job files: a TOML overlay on a torchtitan registry config.
+
+The ``[job]`` table says which config function to start from and how to run it; every other key
+is a field of the ``Trainer.Config`` that the function returns. Precedence, highest first: command
+line, job file, device defaults, registry function.
+
+Reading happens in two steps, because torchtitan picks its device when it is imported:
+``read_header`` needs no torchtitan, and after it the CPU backend can be activated; ``load_job``
+then imports the config function. All errors are ``JobError``, raised before anything is spawned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from titan_lifecycle import overlay
+from titan_lifecycle.errors import JobError, attempt
+from titan_lifecycle.moved import pointer
+from titan_lifecycle.render import REGISTRY, render_toml
+from titan_lifecycle.toml_file import TomlFile
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+Device = Literal["auto", "cpu", "cuda"]
+
+COMMAND_LINE = "command line"
+DEVICE_DEFAULTS = "cpu backend"
+PLUGIN = "titan_lifecycle"
+
+_EP = "expert_parallel_degree"
+
+
+@dataclass(frozen=True, slots=True)
+class JobHeader:
+    """The ``[job]`` table of a job file.
+
+    ``module`` and ``config`` are torchtitan's ``--module`` and ``--config``; ``nproc_per_node``
+    is the number of workers to start on this node when not already under torchrun.
+    """
+
+    file: TomlFile
+    module: str
+    config: str
+    nproc_per_node: int = 1
+    device: Device = "auto"
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job ready to run: ``config`` is overlaid and validated.
+
+    ``sources`` maps the dotted path of every field to where its value comes from: ``registry``,
+    ``cpu backend``, ``configs/x.toml:12`` or ``command line``.
+    """
+
+    header: JobHeader
+    config: Trainer.Config
+    sources: Mapping[str, str]
+
+
+def shipped_jobs() -> dict[str, Path]:
+    """The job files that come with the package, by stem."""
+    package = Path(__file__).parent
+    # In a wheel configs/ lies inside the package, in a checkout beside it.
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def resolve_job(name_or_path: str | Path) -> Path:
+    """The job file for a path or the stem of a shipped job."""
+    path = Path(name_or_path)
+    jobs = shipped_jobs()
+    if path.is_file():
+        return path
+    if str(path) in jobs:
+        return jobs[str(path)]
+    raise JobError(
+        f"{path}: no such job file{overlay.nearest(path.stem, jobs)} "
+        f"Shipped jobs: {', '.join(jobs) or 'none'}"
+    )
+
+
+def read_header(path: str | Path) -> JobHeader:
+    """Read the job file and its ``[job]`` table, without importing torchtitan or torch."""
+    file = TomlFile.read(Path(path))
+    table = file.document.get("job")
+    if table is None:
+        raise JobError(f"{path}: a job file needs a [job] table with module and config")
+    if not isinstance(table, dict):
+        raise JobError(f"{file.where(('job',))}: 'job' must be a table; write [job]")
+    kinds = {"module": "a string", "config": "a string"}
+    kinds |= {"nproc_per_node": "an integer of at least 1"}
+    kinds |= {"device": "one of " + ", ".join(map(repr, get_args(Device)))}
+    for key, value in table.items():
+        where = file.where(("job", key))
+        if key not in kinds:
+            if advice := pointer(f"job.{key}"):
+                raise JobError(f"{where}: 'job.{key}' is a 0.2 name: {advice}")
+            hint = f"{overlay.nearest(key, kinds)} Expected one of {', '.join(kinds)}"
+            raise JobError(f"{where}: unknown key 'job.{key}'{hint}")
+        valid = {
+            "module": isinstance(value, str) and bool(value),
+            "config": isinstance(value, str) and bool(value),
+            "nproc_per_node": type(value) is int and value >= 1,  # true is an int to isinstance
+            "device": value in get_args(Device),
+        }
+        if not valid[key]:
+            raise JobError(f"{where}: 'job.{key}' must be {kinds[key]}; found {value!r}")
+    for key in ("module", "config"):
+        if key not in table:
+            raise JobError(f"{file.where(('job',))}: [job] needs '{key}', as torchtitan's --{key}")
+    return JobHeader(file=file, **table)
+
+
+def load_job(
+    source: str | Path | JobHeader,
+    cli_args: Sequence[str] = (),
+    *,
+    device_defaults: Mapping[str, Any] | None = None,
+    transform: Callable[[Trainer.Config], Trainer.Config] | None = None,
+) -> Job:
+    """Build and validate the config of a job.
+
+    Args:
+        source: A job file, or the header read from it.
+        cli_args: Overrides in torchtitan's spelling, ``--training.steps 20``.
+        device_defaults: Dotted path to value, for what the device needs; the job file wins.
+        transform: Applied to the registry's config before anything is laid over it, to turn it
+            into a subclass with more fields.
+
+    Raises:
+        JobError: the job is wrong. A usage error in ``cli_args`` is tyro's own: a message on
+            stderr and ``SystemExit(2)``.
+    """
+    header = source if isinstance(source, JobHeader) else read_header(source)
+    registry_config = config = _registry_config(header)
+    if transform is not None:
+        config = transform(config)
+    changes = dict.fromkeys(_changed(registry_config, config), PLUGIN)
+
+    config, defaults = overlay.apply(config, _nested(device_defaults), lambda _: DEVICE_DEFAULTS)
+    table = {key: value for key, value in header.file.document.items() if key != "job"}
+    config, from_file = overlay.apply(config, table, header.file.where)
+    changes |= {**defaults, **from_file}
+
+    if cli_args:
+        before, config = config, _apply_cli(header, config, list(cli_args))
+        given = {*_changed(before, config), *_named(config, cli_args)}
+        # What stood below a section that the command line swapped says nothing about the new one.
+        changes = {
+            p: s for p, s in changes.items() if not any(p.startswith(f"{g}.") for g in given)
+        }
+        changes |= dict.fromkeys(given, COMMAND_LINE)
+    overlay.revalidate(config, header.path)
+    sources = {path: _source(path, changes) for path, _ in overlay.leaves(config)}
+    _check_override_imports(config, sources["override.imports"])
+    return Job(header, config, sources)
+
+
+def check_world_size(job: Job, world_size: int) -> None:
+    """Refuse degrees that do not multiply to the number of processes."""
+    from torchtitan.distributed.parallel_dims import ParallelDims
+
+    parallelism = job.config.parallelism
+    names = [
+        f"{kind}_degree"
+        for kind in (
+            "data_parallel_replicate",
+            "data_parallel_shard",
+            "context_parallel",
+            "tensor_parallel",
+            "pipeline_parallel",
+        )
+    ]
+    degrees = {name: getattr(parallelism, name) for name in names}
+    for name, degree in {**degrees, _EP: parallelism.expert_parallel_degree}.items():
+        if degree < 1 and not (name == "data_parallel_shard_degree" and degree == -1):
+            raise JobError(f"{job.header.path}: {name} {_degree(job, name)} must be at least 1")
+    try:
+        dims = ParallelDims.from_config(parallelism, world_size)
+    except (AssertionError, ValueError):
+        product = " x ".join(f"{name} {_degree(job, name)}" for name in names)
+        raise JobError(
+            f"{job.header.path}: the parallel degrees do not multiply to the {world_size} "
+            f"processes of this job: {product}"
+            + ("" if -1 in degrees.values() else f" = {math.prod(degrees.values())}")
+        ) from None
+    ranks = dims.dp_shard * dims.cp * dims.tp
+    if ranks % dims.ep:
+        raise JobError(
+            f"{job.header.path}: {_EP} {_degree(job, _EP)} "
+            f"must divide data_parallel_shard_degree {dims.dp_shard} x context_parallel_degree "
+            f"{dims.cp} x tensor_parallel_degree {dims.tp} = {ranks}"
+        )
+
+
+def render(job: Job) -> str:
+    """The job as one complete job file, each line with the source of its value."""
+    header = job.header
+    table = {
+        "module": header.module,
+        "config": header.config,
+        "nproc_per_node": header.nproc_per_node,
+        "device": header.device,
+    }
+    document = header.file.document["job"]
+    sources = {
+        f"job.{key}": header.file.where(("job", key)) if key in document else "default"
+        for key in table
+    }
+    return render_toml(job.config, {**job.sources, **sources}, table)
+
+
+def _registry_config(header: JobHeader) -> Trainer.Config:
+    """Call the config function that the header names."""
+    from torchtitan.trainer import Trainer
+
+    module = _registry_module(header)
+    function = getattr(module, header.config, None)
+    where = header.file.where(("job", "config"))
+    if not callable(function):
+        functions = _config_functions(module)
+        raise JobError(
+            f"{where}: unknown config '{header.config}' in module '{header.module}'"
+            f"{overlay.nearest(header.config, functions)} "
+            f"Config functions: {', '.join(functions)}"
+        )
+    config = attempt(function, f"{where}: config function '{header.config}' failed")
+    if not isinstance(config, Trainer.Config):
+        raise JobError(
+            f"{where}: '{header.config}' returned a {type(config).__qualname__}; a config function "
+            "returns a Trainer.Config"
+        )
+    return config
+
+
+def _registry_module(header: JobHeader) -> Any:
+    """Import the module that torchtitan's ``--module`` would choose.
+
+    torchtitan tries the candidates in turn and swallows each ImportError, so that a module which
+    exists but is broken looks as if it did not exist. Here existence decides, and the error of
+    the one that exists is shown.
+    """
+    from torchtitan.experiments import _supported_experiments
+    from torchtitan.models import _supported_models
+
+    supported = sorted(_supported_models | _supported_experiments)
+    name = header.module
+    where = header.file.where(("job", "module"))
+    if name in supported:
+        packages = ("models", "experiments", "experiments.rl.examples")
+        candidates = [f"torchtitan.{package}.{name}.config_registry" for package in packages]
+    else:
+        candidates = [f"{name}.config_registry", name]
+    for candidate in candidates:
+        failed = f"{where}: module '{name}' exists but failed to import"
+        if attempt(partial(overlay.module_exists, candidate), failed):
+            return attempt(partial(importlib.import_module, candidate), failed)
+    raise JobError(
+        f"{where}: unknown module '{name}'{overlay.nearest(name, supported)} "
+        f"Expected an importable module or one of: {', '.join(supported)}"
+    )
+
+
+def _config_functions(module: Any) -> list[str]:
+    """The functions of a registry module that can be called as config functions.
+
+    Narrower than torchtitan's own listing, which includes helpers that take arguments.
+    """
+    return [
+        name
+        for name in dir(module)
+        if not name.startswith("_")
+        and inspect.isfunction(function := getattr(module, name))
+        and not any(p.default is p.empty for p in inspect.signature(function).parameters.values())
+    ]
+
+
+def _check_override_imports(config: Trainer.Config, source: str) -> None:
+    """Find the modules of ``override.imports``, which torchtitan would import in every rank."""
+    for entry in config.override.imports:
+        target = entry if isinstance(entry, str) else entry[0]
+        module = target.rpartition(".")[0]
+        failed = f"{source}: override.imports '{target}'"
+        if not attempt(partial(overlay.module_exists, module), f"{failed} failed to import"):
+            raise JobError(
+                f"{failed}: there is no module '{module}'; expected module.function of an @override"
+            )
+
+
+def _apply_cli(header: JobHeader, config: Trainer.Config, cli_args: list[str]) -> Trainer.Config:
+    """Apply overrides the way torchtitan does, with tyro and torchtitan's rules."""
+    import tyro
+    from torchtitan.config.manager import ConfigManager, custom_registry
+
+    known = {path for path, _ in overlay.leaves(config)}
+    for arg in cli_args:
+        path = _flag(arg)
+        if path and path not in known and (advice := pointer(path)):
+            raise JobError(f"'--{path}' is a 0.2 name: {advice}")
+        if path in ("module", "config") or path.startswith("job."):
+            raise JobError(
+                f"--{path} is not for the command line: {header.path} sets it in its [job] table"
+            )
+    ConfigManager()  # constructing it registers torchtitan's rules
+    try:
+        return cast(
+            "Trainer.Config",
+            tyro.cli(
+                type(config),
+                prog=f"titan-lifecycle train {header.path}",
+                args=cli_args,
+                default=config,
+                registry=custom_registry,
+            ),
+        )
+    except SystemExit as error:
+        # tyro also runs the configs' own validation, whose messages do not name the file.
+        if error.code:
+            print(f"(job file {header.path} with the command line applied)", file=sys.stderr)
+        raise
+
+
+def _flag(arg: str) -> str:
+    """The dotted path an option names, or an empty string."""
+    return arg[2:].partition("=")[0].replace("-", "_") if arg.startswith("--") else ""
+
+
+def _named(config: Trainer.Config, cli_args: Sequence[str]) -> list[str]:
+    """The fields that ``cli_args`` name, even where they repeat the value that was there."""
+    flags = {_flag(arg) for arg in cli_args}
+    flags |= {flag.replace(".no_", ".") for flag in flags}
+    return [
+        path
+        for path, value in overlay.leaves(config)
+        # A flag may go on into a list, never into a section: that has leaves of its own.
+        if any(flag == path or flag.startswith(f"{path}.") for flag in flags)
+        and not isinstance(value, type)
+    ]
+
+
+def _changed(before: Any, after: Any) -> list[str]:
+    """The leaves of ``after`` that ``before`` lacks or holds another value for."""
+    old = dict(overlay.leaves(before))
+    return [p for p, value in overlay.leaves(after) if p not in old or old[p] != value]
+
+
+def _source(path: str, changes: Mapping[str, str]) -> str:
+    """The source of the field, or of the nearest section around it that was set as a whole."""
+    while path:
+        if path in changes:
+            return changes[path]
+        path = path.rpartition(".")[0]
+    return REGISTRY
+
+
+def _nested(dotted: Mapping[str, Any] | None) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in (dotted or {}).items():
+        *sections, key = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return tree
+
+
+def _degree(job: Job, name: str) -> str:
+    value = getattr(job.config.parallelism, name)
+    source = job.sources[f"parallelism.{name}"]
+    return f"{value}" if source == REGISTRY else f"{value} ({source})"
