@@ -1,3 +1,45 @@
 """An owner for the FSDP2 lifecycle around torchtitan's chunked losses and pipelines."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
+    from titan_lifecycle.fsdp_lifecycle import (
+        PartialBackwardHooks,
+        complete_fsdp_grouped_forward,
+        fsdp_partial_backwards,
+        reset_iteration,
+    )
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LifecycleChunkedLoss",
+    "PartialBackwardHooks",
+    "complete_fsdp_grouped_forward",
+    "fsdp_partial_backwards",
+    "reset_iteration",
+]
+
+# Imported on first use: torchtitan picks its device when it is imported, and the CPU backend, like
+# `titan-lifecycle --help`, must come before that.
+_MODULES = {
+    "LifecycleChunkedLoss": "chunked_loss",
+    "PartialBackwardHooks": "fsdp_lifecycle",
+    "complete_fsdp_grouped_forward": "fsdp_lifecycle",
+    "fsdp_partial_backwards": "fsdp_lifecycle",
+    "reset_iteration": "fsdp_lifecycle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

@@ -1,0 +1,705 @@
+"""Tests of the partial-backward scope and the chunked loss, for any backend (see tests/cpu)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.common_utils import (
+    parametrize,
+    subtest,
+)
+
+from tests import scenarios as s
+from tests.scenarios import Case
+from titan_lifecycle import (
+    complete_fsdp_grouped_forward,
+    fsdp_partial_backwards,
+    reset_iteration,
+)
+from titan_lifecycle.chunked_loss import LinearCrossEntropyLoss
+
+NUM_MICROBATCHES = 3
+
+
+def expected_reductions(case: Case, microbatch: int) -> tuple[int, int]:
+    """(reduce-scatters, all-reduces) of one microbatch: the contract's table, spelled out."""
+    decoder = 0 if case.freeze == "decoder" else 3  # embedding and two blocks
+    if case.grouping == "tied":
+        decoder = max(decoder - 1, 0)  # the embedding is in the head's group
+    # Gradients that reach the head's group from the chunk loop, and from the outer backward.
+    inner = case.freeze != "head" or case.bias
+    outer = case.freeze != "decoder" or case.grouping == "tied"
+    if case.grouping == "separate":
+        decoder += outer  # norm is a group of its own
+        outer = False
+    is_last = microbatch == NUM_MICROBATCHES - 1
+    if case.accumulation == "deferred":
+        head = int(inner or outer) if is_last else 0
+        decoder = decoder if is_last else 0
+    else:
+        has_outer_backward = case.freeze != "decoder" or case.grouping == "tied"
+        pending = case.accumulation == "partial" and microbatch > 0
+        together = case.reduction == "coalesced" or pending
+        head = int(inner or outer) if together else inner + outer
+        if (
+            case.accumulation == "partial"
+            and case.grouping == "separate"
+            and inner
+            and has_outer_backward
+            and not together
+        ):
+            # torch reduces zeros for a group that owns a partial sum and took no part.
+            head += 1
+    reductions = decoder + head
+    if case.mesh != "hsdp" or (case.accumulation == "partial" and not is_last):
+        return reductions, 0
+    return reductions, reductions
+
+
+class TestPartialBackwards:
+    """Methods of a ``RankTest``; see ``tests.ranks.on_ranks``."""
+
+    __test__ = True
+
+    def build(self, case: Case, **kwargs):
+        model = s.shard(
+            s.make_model(case, device=self.device),
+            s.make_mesh(case.mesh, self.device.type),
+            case.grouping,
+            **kwargs,
+        )
+        loss_fn = s.make_loss(case)
+        loss_fn.set_lm_head(model.lm_head)
+        return model, loss_fn
+
+    def step(self, model, loss_fn, case, seed, **kwargs):
+        batches = s.make_batches(NUM_MICROBATCHES, self.world_size, seed=seed)
+        result = s.run_step(
+            model, loss_fn, case, batches, rank=self.rank, device=self.device, **kwargs
+        )
+        return result, batches
+
+    def assert_clean(self, model) -> None:
+        self.assertEqual(s.unsharded_groups(model), [])
+        self.assertEqual(s.leftovers(model), [])
+
+    def assert_same(self, actual: dict, expected: dict, *, exact: bool = False) -> None:
+        self.assertEqual(set(actual), set(expected))
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                actual[name],
+                value,
+                **({"rtol": 0, "atol": 0} if exact else {}),
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
+
+    # --- parity and counts over the matrix -----------------------------------------------------
+
+    @parametrize("case", [subtest(c, name=str(c).replace("-", "_")) for c in s.matrix()])
+    def test_matrix(self, case: Case) -> None:
+        reference = s.make_model(case, device=self.device)
+        model, loss_fn = self.build(case)
+        optimizers = [
+            torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+            for m in (model, reference)
+        ]
+        for seed in range(2):
+            before = []
+
+            def check_policies(i: int, before=before) -> None:
+                before.append(s.policies(model))
+
+            result, batches = self.step(
+                model, loss_fn, case, seed, before_microbatch=check_policies
+            )
+            if seed > 0:  # on the first step the root does not know its groups yet
+                after_setting = s.policies(model)
+                s.set_accumulation(model, case, is_last=True)
+                self.assertEqual(after_setting, s.policies(model))
+                self.assertEqual(before[-1], after_setting)
+            expected_loss, expected = s.reference_step(
+                reference, [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches]
+            )
+            torch.testing.assert_close(s.sum_over_ranks(result.loss), expected_loss)
+            self.assert_same(s.gradients(model), expected)
+            for i, counts in enumerate(result.counts):
+                self.assertEqual(
+                    (counts["reduce_scatter"], counts["all_reduce"]),
+                    expected_reductions(case, i),
+                    f"microbatch {i}: {dict(counts)}",
+                )
+            self.assert_clean(model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.assert_same(s.parameters(model), s.parameters(reference))
+
+    @parametrize("mesh", ["fsdp", "hsdp"])
+    @parametrize("grouping", ["grouped", "separate", "tied"])
+    @parametrize("freeze", ["none", "head"])
+    def test_compatible_is_bit_identical_to_the_stock_wrapper(self, mesh, grouping, freeze) -> None:
+        case = Case(mesh, grouping, freeze)
+        runs = []
+        for stock in (False, True):
+            model, loss_fn = self.build(case)
+            if stock:
+                loss_fn = s.make_stock_loss()
+                loss_fn.set_lm_head(model.lm_head)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            history = []
+            for seed in range(4):
+                batches = s.make_batches(1, self.world_size, seed=seed)
+                result = s.run_step(
+                    model, loss_fn, case, batches, rank=self.rank, device=self.device
+                )
+                history.append((result.loss, s.gradients(model)))
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((history, s.parameters(model)))
+        (ours, our_parameters), (theirs, their_parameters) = runs
+        for (loss, gradients), (their_loss, their_gradients) in zip(ours, theirs, strict=True):
+            self.assertTrue(torch.equal(loss, their_loss))
+            self.assert_same(gradients, their_gradients, exact=True)
+        self.assert_same(our_parameters, their_parameters, exact=True)
+
+    @parametrize("grouping, stock, ours", [("separate", 7, 3), ("grouped", 7, 2)])
+    def test_reported_counts_of_a_deferred_step(self, grouping, stock, ours) -> None:
+        """Three microbatches, one decoder group and a head: the numbers reported upstream."""
+        case = Case(grouping=grouping, accumulation="deferred")
+        counts = []
+        for use_stock in (True, False):
+            torch.manual_seed(0)
+            model = s.Decoder(num_layers=1).to(self.device)
+            # One decoder group: the embedding and the block together.
+            mesh = s.make_mesh("fsdp", self.device.type)
+            ends = [model.norm, model.lm_head]
+            for group in [ends] if grouping == "grouped" else [[m] for m in ends]:
+                fully_shard(group, mesh=mesh, reshard_after_forward=False)
+            fully_shard(model, mesh=mesh)
+            loss_fn = s.make_stock_loss() if use_stock else s.make_loss(case)
+            loss_fn.set_lm_head(model.lm_head)
+            result, _ = self.step(model, loss_fn, case, 0)
+            counts.append(result.total["reduce_scatter"])
+        self.assertEqual(counts, [stock, ours])
+
+    # --- isolation and policies ----------------------------------------------------------------
+
+    @parametrize("grouping", ["grouped", "separate", "tied"])
+    def test_inner_backwards_touch_no_other_group(self, grouping) -> None:
+        """Between the chunks: pending gradients stay, weights stay, the prefetch order stays."""
+        case = Case(grouping=grouping, accumulation="deferred")
+        model, loss_fn = self.build(case)
+        self.step(model, loss_fn, case, 0)
+        model.zero_grad()
+        head_state = model.lm_head._get_fsdp_state()
+        seen: list = []
+
+        def observe() -> tuple:
+            state = model._get_fsdp_state()
+            found = []
+            for module in model.modules():
+                if not isinstance(module, FSDPModule):
+                    continue
+                if module._get_fsdp_state() is head_state:
+                    continue
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    found.append(
+                        (
+                            group._module_fqn,
+                            group._sharded_state,
+                            group._post_backward_pending,
+                            group._training_state,
+                            tuple(group._post_forward_indices),
+                            [
+                                None
+                                if getattr(p, "_unsharded_param", None) is None
+                                or p._unsharded_param.grad is None
+                                else p._unsharded_param.grad.sum().item()
+                                for p in group.fsdp_params
+                            ],
+                        )
+                    )
+            order = [g._module_fqn for g in state._comm_ctx.post_forward_order]
+            return found, [
+                fqn for fqn in order if fqn != head_state._fsdp_param_groups[0]._module_fqn
+            ]
+
+        inner = loss_fn.loss_fn
+
+        def observing(*args, **kwargs):
+            seen.append(observe())
+            return inner(*args, **kwargs)
+
+        loss_fn.loss_fn = observing
+        self.step(model, loss_fn, case, 1)
+        self.assertEqual(len(seen), NUM_MICROBATCHES * s.NUM_CHUNKS)
+        for start in range(0, len(seen), s.NUM_CHUNKS):
+            for later in seen[start + 1 : start + s.NUM_CHUNKS]:
+                self.assertEqual(seen[start], later)
+        # And there was something to lose: the last microbatch found gradients pending.
+        self.assertTrue(all(pending for _, _, pending, *_ in seen[-1][0]))
+
+    @parametrize("policy", [False, True, 2])
+    @parametrize("fail", [False, True])
+    def test_policies_are_restored_by_value(self, policy, fail) -> None:
+        case = Case()
+        model, loss_fn = self.build(case, head_reshard_after_forward=policy)
+        self.step(model, loss_fn, case, 0)
+        model.zero_grad()
+        # Odd values that no constant would restore.
+        model.set_requires_all_reduce(False)
+        model.layers["0"].set_requires_gradient_sync(False)
+        model.lm_head.set_reshard_after_backward(False)
+        model.set_is_last_backward(False)
+        before = s.policies(model)
+        batch = s.make_batches(1, self.world_size)[0][self.rank]
+        inputs, labels = (t.to(self.device) for t in batch)
+        hidden = model(inputs)
+        if fail:
+            with s.failing_loss(loss_fn, at_call=1), self.assertRaises(s.ChunkFailure):
+                loss_fn(hidden, labels)
+        else:
+            loss_fn(hidden, labels)[0].backward()
+        self.assertEqual(s.policies(model), before)
+        reset_iteration(model)
+
+    def test_an_unset_policy_stays_unset(self) -> None:
+        """The root's automatic reshard-after-forward survives a scope on the root itself."""
+        head = fully_shard(nn.Linear(s.DIM, s.VOCAB).to(self.device))
+        x = torch.ones(2, s.DIM, device=self.device)
+        head(x).sum().backward()
+        before = s.policies(head)
+        with fsdp_partial_backwards(head, outer_backward_follows=False) as hooks:
+            hooks.before_last_forward()
+            hooks.after_forward(head(x)).sum().backward()
+        self.assertEqual(s.policies(head), before)
+        self.assertTrue(head._get_fsdp_state()._auto_reshard_after_forward)
+        self.assert_clean(head)
+
+    def test_two_outputs_share_one_unshard_and_one_reduction(self) -> None:
+        for grouping in ("grouped", "separate"):
+            case = Case(grouping=grouping)
+            model, _ = self.build(case, head_reshard_after_forward=True)
+            loss_fn = s.make_loss(case, num_chunks=2)
+            loss_fn.set_lm_head(model.lm_head)
+
+            def sum_of_two(logits, labels, tokens):
+                losses = [
+                    F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum")
+                    for x, y in zip(logits, labels, strict=True)
+                ]
+                return (losses[0] + 2 * losses[1]) / tokens, {}
+
+            loss_fn.loss_fn = sum_of_two
+            (inputs, labels), (_, labels2) = (
+                tuple(t.to(self.device) for t in b[self.rank])
+                for b in s.make_batches(2, self.world_size)
+            )
+            tokens = torch.tensor(10.0, device=self.device)
+            model(inputs)  # the root's first forward, so that the groups know their names
+            reset_iteration(model)
+            hidden = model(inputs)
+            head_group = model.lm_head._get_fsdp_state()._fsdp_param_groups[0]
+            events: list[str] = []
+            unshard, reshard = FSDPParamGroup.unshard, FSDPParamGroup.reshard
+
+            def spy(name, original, head_group=head_group, events=events):
+                def call(group, *args, **kwargs):
+                    state = group._sharded_state
+                    result = original(group, *args, **kwargs)
+                    changed = group._all_gather_result is not None or group._sharded_state != state
+                    if group is head_group and changed:
+                        events.append(name)
+                    return result
+
+                return call
+
+            with (
+                mock.patch.object(FSDPParamGroup, "unshard", spy("unshard", unshard)),
+                mock.patch.object(FSDPParamGroup, "reshard", spy("reshard", reshard)),
+                s.Collectives() as collectives,
+            ):
+                loss, _ = loss_fn((hidden, hidden * 0.5), (labels, labels2), tokens)
+            self.assertEqual(events, ["unshard", "reshard"])
+            self.assertEqual(
+                dict(collectives.counts) | {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}
+            )
+            loss.backward()
+            # Against full logits.
+            reference = s.make_model(case, device=self.device)
+            logits = [reference.lm_head(h) for h in (lambda h: (h, h * 0.5))(reference(inputs))]
+            expected, _ = sum_of_two(logits, (labels, labels2), tokens)
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            for p in reference.parameters():
+                dist.all_reduce(p.grad)
+            self.assert_same(s.gradients(model), s.gradients(reference))
+            self.assert_clean(model)
+
+    # --- failures and evaluation ---------------------------------------------------------------
+
+    @parametrize("chunk", [0, 1, s.NUM_CHUNKS - 1])
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("mesh", ["fsdp", "hsdp"])
+    def test_retry_after_a_failed_chunk_is_bit_identical(self, chunk, accumulation, mesh) -> None:
+        case = Case(mesh, accumulation=accumulation)
+        results = []
+        for fails in (False, True):
+            model, loss_fn = self.build(case)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.step(model, loss_fn, case, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if fails:
+                before = s.policies(model)
+                with (
+                    s.failing_loss(loss_fn, at_call=s.NUM_CHUNKS + chunk),
+                    self.assertRaises(s.ChunkFailure),
+                ):
+                    self.step(model, loss_fn, case, 1)
+                s.set_accumulation(model, case, is_last=True)
+                self.assertEqual(s.policies(model), before)
+                reset_iteration(model)
+                self.assert_clean(model)
+            result, _ = self.step(model, loss_fn, case, 1)
+            gradients = s.gradients(model)
+            optimizer.step()
+            results.append((result, gradients, s.parameters(model)))
+        (good, gradients, parameters), (retried, gradients2, parameters2) = results
+        self.assertTrue(torch.equal(good.loss, retried.loss))
+        self.assertEqual(good.counts, retried.counts)
+        self.assert_same(gradients2, gradients, exact=True)
+        self.assert_same(parameters2, parameters, exact=True)
+
+    @parametrize("grouping", ["grouped", "separate", "tied"])
+    @parametrize("policy", [False, True, 2])
+    @parametrize("freeze", ["none", "decoder"])
+    def test_evaluation_between_steps_leaves_nothing(self, grouping, policy, freeze) -> None:
+        case = Case(grouping=grouping, freeze=freeze)
+        results = []
+        for evaluates in (False, True):
+            model, loss_fn = self.build(case, head_reshard_after_forward=policy)
+            self.step(model, loss_fn, case, 0)
+            model.zero_grad()
+            if evaluates:
+                inputs, labels = (
+                    t.to(self.device) for t in s.make_batches(1, self.world_size)[0][self.rank]
+                )
+                with torch.no_grad():
+                    hidden = model(inputs)
+                    states = s.sharded_states(model)
+                    with s.Collectives() as collectives:
+                        loss, _ = loss_fn(hidden, labels)
+                self.assertFalse(loss.requires_grad)
+                # One gather at the most: none where forward kept the weights.
+                self.assertLessEqual(collectives.counts["all_gather"], 1)
+                self.assertEqual(collectives.counts["reduce_scatter"], 0)
+                by_policy = {False: "UNSHARDED", True: "SHARDED", 2: "SHARDED_POST_FORWARD"}
+                head = model.lm_head._get_fsdp_state()._fsdp_param_groups[0]._module_fqn
+                states[f"{head}[0]"] = by_policy[policy]
+                self.assertEqual(s.sharded_states(model), states)
+                self.assertEqual(s.leftovers(model), [])
+                reference = s.make_model(case, device=self.device)
+                logits = reference.lm_head(reference(inputs))
+                torch.testing.assert_close(
+                    loss,
+                    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
+                )
+            result, _ = self.step(model, loss_fn, case, 1)
+            self.assert_clean(model)
+            results.append((result, s.gradients(model)))
+        (plain, gradients), (evaluated, gradients2) = results
+        self.assertTrue(torch.equal(plain.loss, evaluated.loss))
+        self.assert_same(gradients2, gradients, exact=True)
+        for kind in ("reduce_scatter", "all_reduce"):
+            self.assertEqual(plain.total[kind], evaluated.total[kind])
+
+    # --- kinds of heads and of sharding --------------------------------------------------------
+
+    def compare(self, case, model, loss_fn, reference, *, seed=0, **kwargs) -> None:
+        result, batches = self.step(model, loss_fn, case, seed)
+        expected_loss, expected = s.reference_step(
+            reference, [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches]
+        )
+        torch.testing.assert_close(s.sum_over_ranks(result.loss), expected_loss, **kwargs)
+        actual = s.gradients(model)
+        self.assertEqual(set(actual), set(expected))
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name].to(value), value, **kwargs)
+        self.assert_clean(model)
+
+    @parametrize("freeze", ["none", "decoder"])
+    def test_head_with_bias(self, freeze) -> None:
+        case = Case(freeze=freeze, bias=True)
+        model, loss_fn = self.build(case)
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+
+    @parametrize("freeze", ["decoder", "none"])
+    def test_adapter_beside_a_frozen_head(self, freeze) -> None:
+        class Adapted(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(s.DIM, s.VOCAB, bias=False)
+                self.weight.requires_grad_(False)
+                self.down = nn.Linear(s.DIM, 2, bias=False)
+                self.up = nn.Linear(2, s.VOCAB, bias=False)
+
+            def forward(self, x):
+                return super().forward(x) + self.up(self.down(x))
+
+        def make():
+            model = s.make_model(Case(), device=self.device)
+            if freeze == "decoder":
+                model.requires_grad_(False)
+            torch.manual_seed(1)
+            model.lm_head = Adapted().to(self.device)
+            return model
+
+        case = Case()
+        model = s.shard(make(), s.make_mesh("fsdp", self.device.type))
+        loss_fn = s.make_loss(case)
+        loss_fn.set_lm_head(model.lm_head)
+        self.compare(case, model, loss_fn, make())
+
+    @parametrize("accumulation", ["plain", "deferred"])
+    def test_replicate(self, accumulation) -> None:
+        case = Case(accumulation=accumulation)
+        model = s.make_model(case, device=self.device)
+        mesh = s.make_mesh("fsdp", self.device.type)
+        for module in (model.tok_embeddings, *model.layers.values(), model.lm_head, model):
+            replicate(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        loss_fn = s.make_loss(case)
+        loss_fn.set_lm_head(model.lm_head)
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+        result, _ = self.step(model, loss_fn, case, 1)
+        # Embedding, two blocks, head, and norm with the root.
+        steps = NUM_MICROBATCHES if accumulation == "plain" else 1
+        self.assertEqual(result.total["all_reduce"], 5 * steps)
+
+    def test_cpu_offload(self) -> None:
+        case = Case(accumulation="deferred")
+        model, loss_fn = self.build(case, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        reference = s.make_model(case, device=self.device)
+        model.cpu()
+        self.compare(case, model, loss_fn, reference)
+
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("reduction", ["compatible", "coalesced"])
+    def test_mixed_precision(self, accumulation, reduction) -> None:
+        case = Case(accumulation=accumulation, reduction=reduction)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+        )
+        model, loss_fn = self.build(case, mp_policy=policy)
+        self.compare(
+            case, model, loss_fn, s.make_model(case, device=self.device), rtol=0.05, atol=0.02
+        )
+
+    def test_bf16_accumulates_in_fp32(self) -> None:
+        """256 + 1 - 256 is 1 in fp32 and 0 in bf16: one chunk each, then one microbatch each."""
+        mesh = s.make_mesh("fsdp", self.device.type)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for values in ([[256.0, 1.0, -256.0]], [[256.0], [1.0], [-256.0]]):
+            torch.manual_seed(0)
+            norm, head = nn.RMSNorm(4), nn.Linear(4, 4, bias=False)
+            model = nn.Sequential(nn.Linear(4, 4), norm, head).to(self.device)
+            fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            model.set_gradient_divide_factor(1.0)
+            head.set_gradient_divide_factor(1.0)
+            head.set_force_sum_reduction_for_comms(True)
+            ones = torch.ones(1, 4, device=self.device, dtype=torch.bfloat16)
+            model(ones)  # initializes the root
+            reset_iteration(model)
+            for i, chunks in enumerate(values):
+                model.set_requires_gradient_sync(i == len(values) - 1)
+                with fsdp_partial_backwards(head, outer_backward_follows=False) as hooks:
+                    for j, value in enumerate(chunks):
+                        if j == len(chunks) - 1:
+                            hooks.before_last_forward()
+                        (hooks.after_forward(head(ones)) * value).sum().backward()
+            gradient = s.full(head.weight.grad)
+            torch.testing.assert_close(
+                gradient, torch.full_like(gradient, float(self.world_size)), rtol=0, atol=0
+            )
+
+    def test_data_parallel_size_of_one(self) -> None:
+        case = Case(accumulation="deferred")
+        mesh = dist.device_mesh.init_device_mesh(
+            self.device.type, (self.world_size, 1), mesh_dim_names=("other", "dp_shard")
+        )["dp_shard"]
+        model = s.shard(s.make_model(case, device=self.device), mesh)
+        loss_fn = s.make_loss(case)
+        loss_fn.set_lm_head(model.lm_head)
+        batches = s.make_batches(NUM_MICROBATCHES, 1)
+        result = s.run_step(model, loss_fn, case, batches, rank=0, device=self.device)
+        expected_loss, expected = s.reference_step(
+            s.make_model(case, device=self.device),
+            [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches],
+        )
+        torch.testing.assert_close(result.loss, expected_loss)
+        self.assert_same(s.gradients(model), expected)
+        self.assert_clean(model)
+
+    @parametrize("accumulation", ["plain", "deferred"])
+    def test_a_state_of_several_groups(self, accumulation) -> None:
+        """One mesh per parameter, as expert parallelism has: a state with two groups."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+        from torch.distributed.tensor import Shard
+
+        case = Case(accumulation=accumulation, bias=True)
+        flat = s.make_mesh("fsdp", self.device.type)
+        nested = s.make_mesh("hsdp", self.device.type)
+        model = s.make_model(case, device=self.device)
+        infos = {True: _get_mesh_info(nested, None), False: _get_mesh_info(flat, None)}
+        bias = model.lm_head.bias
+
+        fully_shard(
+            [model.norm, model.lm_head],
+            mesh=flat,
+            reshard_after_forward=False,
+            shard_placement_fn=lambda p: ShardPlacementResult(
+                placement=Shard(0), mesh_info=infos[p is bias]
+            ),
+        )
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=flat)
+        fully_shard(model, mesh=flat)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self.assertEqual(len(model.lm_head._get_fsdp_state()._fsdp_param_groups), 2)
+        loss_fn = s.make_loss(case)
+        loss_fn.set_lm_head(model.lm_head)
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+        model.zero_grad()
+        result, _ = self.step(model, loss_fn, case, 1)
+        # Root (embedding), two blocks, norm + weight, bias.
+        if accumulation == "deferred":
+            self.assertEqual(result.total["reduce_scatter"], 5)
+
+    # --- the loss ------------------------------------------------------------------------------
+
+    @parametrize("grouping", ["grouped", "separate"])
+    @parametrize("freeze", ["none", "decoder"])
+    def test_linear_cross_entropy_as_the_inner_loss(self, grouping, freeze) -> None:
+        case = Case(grouping=grouping, freeze=freeze, bias=True, accumulation="deferred")
+        model, _ = self.build(case)
+        loss_fn = s.make_loss(case, loss_fn=LinearCrossEntropyLoss.Config())
+        loss_fn.set_lm_head(model.lm_head)
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+        model.zero_grad()
+        result, _ = self.step(model, loss_fn, case, 1)
+        self.assertEqual(
+            result.total["reduce_scatter"],
+            sum(expected_reductions(case, i)[0] for i in range(NUM_MICROBATCHES)),
+        )
+
+    @parametrize("config", [{"num_chunks": 3}, {"num_chunks": 1}, {"chunk_tokens": 3}])
+    def test_uneven_chunks(self, config) -> None:
+        case = Case()
+        model, _ = self.build(case)
+        loss_fn = s.make_loss(case, **({"num_chunks": None} | config))
+        loss_fn.set_lm_head(model.lm_head)
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+
+    def test_a_rank_whose_labels_are_all_ignored(self) -> None:
+        case = Case()
+        model, loss_fn = self.build(case)
+        batches = s.make_batches(1, self.world_size)
+        batches[0][1][1].fill_(-100)
+        batches[0][0][1][:, :2] = -100  # and one chunk of another rank
+        result = s.run_step(model, loss_fn, case, batches, rank=self.rank, device=self.device)
+        self.assertTrue(torch.isfinite(result.loss))
+        if self.rank == 1:
+            self.assertEqual(result.loss.item(), 0.0)
+        counts: list = [None] * self.world_size
+        dist.all_gather_object(counts, dict(result.total))
+        self.assertEqual(counts, [counts[0]] * self.world_size)
+        _, expected = s.reference_step(
+            s.make_model(case, device=self.device),
+            [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches],
+        )
+        self.assert_same(s.gradients(model), expected)
+
+    # --- errors --------------------------------------------------------------------------------
+
+    def test_misuse_is_refused_by_name(self) -> None:
+        case = Case()
+        model, loss_fn = self.build(case)
+        inputs = s.make_batches(1, self.world_size)[0][self.rank][0].to(self.device)
+        with self.assertRaisesRegex(RuntimeError, r"'Linear' before any forward of its FSDP root"):
+            fsdp_partial_backwards(model.lm_head).__enter__()
+        hidden = model(inputs).detach()
+        reset_iteration(model)
+        before = s.policies(model)
+        head, name = model.lm_head, "norm, lm_head"
+        with (
+            self.assertRaisesRegex(RuntimeError, rf"nested .*'{name}'"),
+            fsdp_partial_backwards(head),
+            fsdp_partial_backwards(model.norm),
+        ):
+            pass
+        reset_iteration(model)
+        with (
+            self.assertRaisesRegex(RuntimeError, rf"never called .*'{name}'"),
+            fsdp_partial_backwards(head) as hooks,
+        ):
+            hooks.after_forward(head(hidden)).sum().backward()
+        reset_iteration(model)
+        with (
+            self.assertRaisesRegex(RuntimeError, rf"called twice .*'{name}'"),
+            fsdp_partial_backwards(head) as hooks,
+        ):
+            hooks.before_last_forward()
+            hooks.before_last_forward()
+        reset_iteration(model)
+        with (
+            self.assertRaisesRegex(RuntimeError, "no forward followed"),
+            fsdp_partial_backwards(head) as hooks,
+        ):
+            hooks.before_last_forward()
+        reset_iteration(model)
+        with fsdp_partial_backwards(head) as hooks:
+            hooks.before_last_forward()
+            late = hooks.after_forward(head(hidden)).sum()
+        with self.assertRaisesRegex(RuntimeError, rf"'{name}' after its .* scope was left"):
+            late.backward()
+        with self.assertRaisesRegex(RuntimeError, "was left; call it inside"):
+            hooks.before_last_forward()
+        reset_iteration(model)
+        with self.assertRaisesRegex(ValueError, "'compatible', 'coalesced', got 'both'"):
+            fsdp_partial_backwards(head, reduction="both").__enter__()
+        with self.assertRaisesRegex(RuntimeError, "root FSDP module"):
+            reset_iteration(model.layers["0"])
+        self.assertEqual(s.policies(model), before)
+        self.assert_clean(model)
+        # And it still trains.
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+
+    def test_modules_that_are_not_fsdp_get_hooks_that_do_nothing(self) -> None:
+        head = nn.Linear(s.DIM, s.VOCAB).to(self.device)
+        x = torch.ones(1, s.DIM, device=self.device)
+        with s.Collectives() as collectives, fsdp_partial_backwards(head) as hooks:
+            y = head(x)
+            self.assertIs(hooks.after_forward(y), y)
+            hooks.before_last_forward()
+        self.assertEqual(collectives.counts, Counter())
+        self.assertIs(complete_fsdp_grouped_forward(head, y), y)
+        reset_iteration(head)

@@ -1,0 +1,494 @@
+"""FSDP2's lifecycle around partial backwards: the only module that touches private FSDP2 state.
+
+[Note: Partial backwards and FSDP finalization]
+FSDP2 takes the end of every autograd pass for the end of a backward. The final callback of
+whichever state queued it walks ``all_states`` of the shared root context: it runs post-backward
+(reshard, reduce-scatter) on every group that has not run it, clears every group's markers and, if
+``is_last_backward``, ends the iteration (waits for reductions, drops the prefetch order).
+
+A chunked loss runs many such passes per microbatch: N *inner* backwards through the head alone,
+which stop at detached hidden states, then one *outer* backward through the decoder. Only one of
+them, or none, should be taken for the end. Three means do it, each by value and undone by value:
+
+1. ``all_states`` of the root context is narrowed to the head's own state, so that no inner pass
+   can see another group. Entry and exit cost the same for 10 groups and for 1000.
+2. The head's groups are told not to reduce and not to reshard, forward or backward, and the
+   iteration is told that this is not its last backward. Inner gradients thereby accumulate on the
+   unsharded parameters, in the reduce dtype, and the weights are gathered once.
+3. At the end of the scope the final callback runs once more, by hand, if and only if this scope
+   owns the head's reduction (the table in :func:`fsdp_partial_backwards`). Running it at the exit
+   and not in the last pass makes one reduction of several forwards that share one backward.
+
+A grouped ``fully_shard([norm, lm_head])`` adds one gap: its post-forward runs when every member
+has run, which a loop over ``lm_head`` never reaches. :func:`complete_fsdp_grouped_forward` closes
+it, so that every inner pass is a whole forward with its own pre-backward hook, whatever the
+grouping and whether or not the input requires grad.
+
+The upstream changes that would replace this module are pytorch/pytorch#203176 (scoped partial
+backwards, completion of repeated grouped forwards), #203177 (policy snapshot and restore by
+value) and #203178 (FSDP reset after pipeline metadata inference).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed import _spmd_no_typecheck
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+from torch.profiler import record_function
+
+__all__ = [
+    "PartialBackwardHooks",
+    "Reduction",
+    "complete_fsdp_grouped_forward",
+    "fsdp_partial_backwards",
+    "reset_iteration",
+]
+
+Reduction = Literal["compatible", "coalesced"]
+"""Who reduces the head when an outer backward follows and nothing is pending."""
+
+_Output = TypeVar("_Output")
+
+_SUPPORTED_TORCH = "2.15 and 2.16"
+
+# Every private name this module relies on, and no other. ``FSDPModule``'s own methods are public.
+_PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
+    FSDPModule: ("_get_fsdp_state",),
+    FSDPState: (
+        "_fsdp_param_groups",
+        "_is_root",
+        "_modules_to_run_forward",
+        "_post_forward",
+        "_root_post_backward_final_callback",
+        "_state_ctx",
+    ),
+    FSDPStateContext: (
+        "all_states",
+        "is_last_backward",
+        "manual_backward_finalization",
+        "manual_backward_finalization_active",
+    ),
+    FSDPParamGroup: (
+        "_module_fqn",
+        "_partial_reduce_output",
+        "_post_backward_pending",
+        "all_reduce_grads",
+        "fsdp_params",
+        "mesh_info",
+        "post_forward_mesh_info",
+        "reduce_grads",
+        "reshard_after_backward",
+    ),
+    FSDPParam: ("_orig_size", "mp_policy", "sharded_param"),
+}
+
+
+def missing_private_names() -> list[str]:
+    """Names of :data:`_PRIVATE_NAMES` that the installed torch lacks, as ``Class.name``.
+
+    An instance attribute counts as present when the class annotates it or assigns it in
+    ``__init__``.
+    """
+    missing = []
+    for cls, names in _PRIVATE_NAMES.items():
+        code = getattr(getattr(cls, "__init__", None), "__code__", None)
+        known = {
+            *dir(cls),
+            *cls.__dict__.get("__annotations__", ()),
+            *(code.co_names if code else ()),
+        }
+        missing += [f"{cls.__name__}.{name}" for name in names if name not in known]
+    return missing
+
+
+def _check_private_contract() -> None:
+    if missing := missing_private_names():
+        raise ImportError(
+            f"titan_lifecycle does not know the FSDP2 of torch {torch.__version__}: it lacks "
+            f"{', '.join(missing)}. Supported are torch {_SUPPORTED_TORCH}; install one of them, "
+            "or a titan_lifecycle release that supports this torch."
+        )
+
+
+_check_private_contract()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """One group's communication policy, captured and restored by value.
+
+    torch's setters cannot restore: ``set_requires_gradient_sync`` overwrites the separate
+    all-reduce flag of HSDP, and ``set_reshard_after_forward`` takes only a bool and ends the
+    "not set by the user" policy for good. Waits for pytorch/pytorch#203177.
+    """
+
+    reduce_grads: bool
+    all_reduce_grads: bool
+    reshard_after_backward: bool
+    # ``None`` keeps the weights after forward; the group's own mesh frees them; another mesh
+    # reshards to that size (an integer ``reshard_after_forward``).
+    post_forward_mesh_info: Any
+
+    @classmethod
+    def capture(cls, group: FSDPParamGroup) -> GroupPolicy:
+        return cls(
+            group.reduce_grads,
+            group.all_reduce_grads,
+            group.reshard_after_backward,
+            group.post_forward_mesh_info,
+        )
+
+    def restore(self, group: FSDPParamGroup) -> None:
+        group.reduce_grads = self.reduce_grads
+        group.all_reduce_grads = self.all_reduce_grads
+        group.reshard_after_backward = self.reshard_after_backward
+        group.post_forward_mesh_info = self.post_forward_mesh_info
+
+
+class PartialBackwardHooks:
+    """What :func:`fsdp_partial_backwards` yields. This base class does nothing.
+
+    A module that is not FSDP gets the base class, so that callers need no branch on FSDP.
+    """
+
+    def before_last_forward(self) -> None:
+        """Call right before the last inner forward of the scope, once."""
+
+    def after_forward(self, output: _Output) -> _Output:
+        """Call with each inner forward's output and use what it returns.
+
+        Args:
+            output: A tensor, or a tuple of tensors. Several forwards that share one backward may
+                be passed together, as one tuple, or one by one.
+        """
+        return output
+
+
+class _FSDPHooks(PartialBackwardHooks):
+    """The hooks of an FSDP module: complete each grouped forward, and check the protocol."""
+
+    def __init__(
+        self, module: nn.Module, groups: list[FSDPParamGroup], name: str, *, run_backward: bool
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._run_backward = run_backward
+        self.policies = [(group, GroupPolicy.capture(group)) for group in groups]
+        self._open = True
+        self._last_forward_announced = False
+        self._last_forward_done = False
+
+    def before_last_forward(self) -> None:
+        self._check_open("before_last_forward()")
+        if self._last_forward_announced:
+            raise RuntimeError(
+                f"before_last_forward() was called twice in the fsdp_partial_backwards scope of "
+                f"'{self._name}'; call it once, right before the last inner forward"
+            )
+        self._last_forward_announced = True
+        if not self._run_backward:
+            # The last forward's own post-forward releases the weights as the caller's policy
+            # says, also to a smaller mesh.
+            for group, policy in self.policies:
+                group.post_forward_mesh_info = policy.post_forward_mesh_info
+
+    def after_forward(self, output: _Output) -> _Output:
+        self._check_open("after_forward()")
+        self._last_forward_done = self._last_forward_announced
+        output = complete_fsdp_grouped_forward(self._module, output)
+        if self._run_backward:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._check_backward_inside_scope)
+        return output
+
+    def close(self) -> None:
+        self._open = False
+
+    def restore_policies(self) -> None:
+        for group, policy in self.policies:
+            policy.restore(group)
+
+    def check_complete(self) -> None:
+        if not self._last_forward_done:
+            what = (
+                "before_last_forward() was called, but no forward followed it with after_forward()"
+                if self._last_forward_announced
+                else "before_last_forward() was never called"
+            )
+            raise RuntimeError(
+                f"{what} in the fsdp_partial_backwards scope of '{self._name}'; call "
+                "before_last_forward() right before the last inner forward and pass every "
+                "forward's output through after_forward()"
+            )
+
+    def _check_open(self, what: str) -> None:
+        if not self._open:
+            raise RuntimeError(
+                f"{what} was called after the fsdp_partial_backwards scope of '{self._name}' was "
+                "left; call it inside the `with` block"
+            )
+
+    def _check_backward_inside_scope(self, grad: torch.Tensor) -> None:
+        if not self._open:
+            raise RuntimeError(
+                f"backward of an output of '{self._name}' after its fsdp_partial_backwards scope "
+                "was left, when its weights may be resharded; run each inner backward inside the "
+                "`with` block, or run that forward outside of it"
+            )
+
+
+_states_in_scope: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+
+
+@contextmanager
+def fsdp_partial_backwards(
+    module: nn.Module,
+    *,
+    run_backward: bool = True,
+    outer_backward_follows: bool = True,
+    reduction: Reduction = "compatible",
+) -> Iterator[PartialBackwardHooks]:
+    """Scope several forwards of ``module``, each followed by its own backward, as one FSDP unit.
+
+    Flow:
+
+    1. On entry the group(s) of ``module`` are gathered, once.
+    2. Each inner forward's output goes through ``hooks.after_forward``; each inner backward stops
+       at detached inputs and touches no other group: weights prefetched for the outer backward
+       stay gathered, pending gradients stay pending, the prefetch order is kept.
+    3. On exit every policy, and the root's ``is_last_backward``, is what it was on entry, also
+       after an exception, and the group is reduced by whoever owns its reduction:
+
+    ======================================================== ======================= ==========
+    situation                                                reduced by              reductions
+    ======================================================== ======================= ==========
+    manual finalization (a pipeline owns the step)           the schedule            1 a step
+    the caller's sync is off                                 nobody yet              0
+    no outer backward follows                                this scope              1
+    sync on, earlier microbatches' gradients pending         the outer backward      1
+    sync on, nothing pending, ``reduction="compatible"``     this scope, then outer  2
+    sync on, nothing pending, ``reduction="coalesced"``      the outer backward      1
+    ``run_backward=False``                                   nobody                  0
+    ======================================================== ======================= ==========
+
+    Gathered weights are released by the caller's policy: after the last inner backward if
+    ``reshard_after_backward``, for an evaluation after its last forward if
+    ``reshard_after_forward``. Under manual finalization the schedule releases them.
+
+    Composition:
+
+    - FSDP2: single-module groups, grouped ``fully_shard([norm, lm_head])``, tied
+      ``[tok_embeddings, norm, lm_head]``, several groups in one state (a mesh per parameter).
+    - HSDP: the replica all-reduce follows its own flag throughout. Partial sums that wait for it
+      count as pending gradients.
+    - ``replicate()``: as FSDP, with an all-reduce in place of the reduce-scatter.
+    - Pipelines: see the first row; valid from the first microbatch on.
+    - Evaluation: ``run_backward=False``; no marker is left for the next forward.
+
+    Args:
+        module: The module that runs several times, for example ``lm_head``. If it is not an
+            ``FSDPModule`` nothing is done and the hooks do nothing.
+        run_backward: Whether inner backwards run. ``False`` for an evaluation.
+        outer_backward_follows: Whether another backward through the root comes after the scope
+            and owns finalization. ``False`` when all that feeds ``module`` is frozen.
+        reduction: ``"compatible"`` reduces in the scope, as torchtitan's wrapper does, bit for
+            bit; ``"coalesced"`` leaves it to the outer backward, one reduction for the group.
+
+    Raises:
+        ValueError: ``reduction`` is neither of the two.
+        RuntimeError: No forward has run through the FSDP root yet; a scope on this module's group
+            is already open; ``before_last_forward()`` was called twice or, on a normal exit,
+            never; a backward of an inner output after the exit.
+    """
+    if reduction not in get_args(Reduction):
+        raise ValueError(
+            f"reduction must be one of {', '.join(map(repr, get_args(Reduction)))}, "
+            f"got {reduction!r}"
+        )
+    if not isinstance(module, FSDPModule):
+        yield PartialBackwardHooks()
+        return
+
+    state = module._get_fsdp_state()
+    name = _name(module)
+    if state._is_root is None:
+        raise RuntimeError(
+            f"fsdp_partial_backwards on '{name}' before any forward of its FSDP root: the root's "
+            "first forward initializes FSDP; run the model before the scope"
+        )
+    if state in _states_in_scope:
+        raise RuntimeError(
+            f"nested fsdp_partial_backwards scopes on the FSDP group of '{name}': leave the outer "
+            "scope first, or run all passes in it"
+        )
+
+    # See [Note: Partial backwards and FSDP finalization].
+    context = state._state_ctx
+    all_states, is_last_backward = context.all_states, context.is_last_backward
+    hooks = _FSDPHooks(module, _groups(module), name, run_backward=run_backward)
+    # Decided on entry: the inner passes leave pending gradients of their own. Flags, not tensors,
+    # so that every rank decides alike.
+    reduces_here = not outer_backward_follows or (
+        reduction == "compatible"
+        and all(policy.reduce_grads for _, policy in hooks.policies)
+        and not _has_pending_gradients(module)
+    )
+    _states_in_scope.add(state)
+    try:
+        # Before the policy changes: a group resharded to a smaller mesh is gathered over that one.
+        with record_function(f"lifecycle::unshard ({name})"), _spmd_no_typecheck():
+            module.unshard()
+        context.all_states = [state]
+        module.set_is_last_backward(False)
+        for group, _ in hooks.policies:
+            group.reduce_grads = False
+            group.reshard_after_backward = False
+            group.post_forward_mesh_info = None
+        yield hooks
+        hooks.check_complete()
+        hooks.restore_policies()
+        if not run_backward or _is_manually_finalized(context):
+            pass  # an evaluation's last forward, or the schedule, releases the weights
+        elif reduces_here and context.manual_backward_finalization_active is not None:
+            if not outer_backward_follows:
+                context.all_states = all_states
+                module.set_is_last_backward(is_last_backward)
+            with record_function(f"lifecycle::finalize ({name})"):
+                state._root_post_backward_final_callback()
+        elif any(policy.reshard_after_backward for _, policy in hooks.policies):
+            with record_function(f"lifecycle::reshard ({name})"), _spmd_no_typecheck():
+                module.reshard()
+    finally:
+        hooks.close()
+        hooks.restore_policies()
+        context.all_states = all_states
+        module.set_is_last_backward(is_last_backward)
+        _states_in_scope.discard(state)
+
+
+def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output:
+    """Complete the forward of ``module``'s group with the output of ``module`` alone.
+
+    A group of several modules, ``fully_shard([norm, lm_head])``, runs its post-forward when the
+    last member has run. Where only one member runs (a chunk of ``lm_head``), this runs it: the
+    weights are released by the group's policy, a pre-backward hook is put on ``output``, and no
+    marker is left for the next forward. Nothing is done for a module that is not FSDP, for a group
+    of one, and for a group whose forward is complete. Waits for pytorch/pytorch#203176.
+
+    Args:
+        module: The member that ran.
+        output: Its output, a tensor or a tuple of tensors (several calls completed together).
+
+    Returns:
+        The output to use in place of ``output``.
+    """
+    if not isinstance(module, FSDPModule):
+        return output
+    state = module._get_fsdp_state()
+    if not state._modules_to_run_forward:
+        return output
+    state._modules_to_run_forward.clear()
+    with record_function(f"lifecycle::complete_grouped_forward ({_name(module)})"):
+        completed: _Output = state._post_forward(module, (), output)
+    return completed
+
+
+def reset_iteration(target: nn.Module) -> None:
+    """Bring ``target`` back to the start of an iteration after an exception.
+
+    What the failed iteration left is discarded: in-flight collectives are waited for, gathered
+    weights are resharded, gradients are dropped, also those of earlier microbatches of the same
+    accumulation, so retry the whole step. torch's ``reset_iter_state`` does that and leaves the
+    policies; leaving the :func:`fsdp_partial_backwards` scope has restored those.
+
+    Args:
+        target: An FSDP root. A module that is not FSDP has no iteration state; nothing is done.
+
+    Raises:
+        RuntimeError: ``target`` is an FSDP module but not the root.
+    """
+    if not isinstance(target, FSDPModule):
+        return
+    with record_function("lifecycle::reset_iteration"):
+        target.reset_iter_state()
+        target.set_manual_backward_finalization(False)
+
+
+def fsdp_process_groups(models: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """The distinct process groups over which the FSDP groups in ``models`` communicate."""
+    found: dict[int, dist.ProcessGroup] = {}
+    for group in _all_groups(models):
+        for name in ("shard_process_group", "reduce_scatter_process_group"):
+            if (pg := getattr(group.mesh_info, name, None)) is not None:
+                found[id(pg)] = pg
+        if (pg := getattr(group.mesh_info, "replicate_process_group", None)) is not None:
+            found[id(pg)] = pg
+    return list(found.values())
+
+
+def unsharded_gradient_bytes(models: Iterable[nn.Module]) -> dict[str, int]:
+    """Bytes of each FSDP group's unsharded gradients on this rank, by the group's first parameter.
+
+    What deferring the reduction keeps alive between microbatches: every trainable parameter whole,
+    in the dtype it is reduced in. Works before the first forward, also on the meta device.
+    """
+    sizes: dict[str, int] = {}
+    for model in models:
+        names = {param: name for name, param in model.named_parameters()}
+        for group in _all_groups([model]):
+            trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            if trainable:
+                sizes[names[trainable[0].sharded_param]] = sum(
+                    math.prod(p._orig_size)
+                    * (p.mp_policy.reduce_dtype or p.sharded_param.dtype).itemsize
+                    for p in trainable
+                )
+    return sizes
+
+
+def _all_groups(models: Iterable[nn.Module]) -> list[FSDPParamGroup]:
+    """Every FSDP group in ``models``, once, in module order."""
+    groups: dict[int, FSDPParamGroup] = {}
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                groups.update((id(group), group) for group in _groups(module))
+    return list(groups.values())
+
+
+def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _name(module: FSDPModule) -> str:
+    """The FQNs of the modules of ``module``'s group, known after the root's first forward."""
+    fqns = [group._module_fqn for group in _groups(module) if group._module_fqn]
+    return fqns[0] if fqns else type(module).__name__.removeprefix("FSDP")
+
+
+def _is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:
+    # The mode is latched when the first backward starts.
+    if context.manual_backward_finalization_active is not None:
+        return context.manual_backward_finalization_active
+    return context.manual_backward_finalization
+
+
+def _has_pending_gradients(module: FSDPModule) -> bool:
+    """Whether earlier microbatches left gradients unsharded, or as HSDP partial sums."""
+    return any(
+        group._post_backward_pending or group._partial_reduce_output is not None
+        for group in _groups(module)
+    )

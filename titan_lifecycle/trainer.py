@@ -1,0 +1,236 @@
+"""torchtitan's trainer with the lifecycle's policies for gradient accumulation.
+
+:func:`lifecycle_config` turns a ``Trainer.Config`` into a :class:`LifecycleTrainer` one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config.override import derive
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
+from titan_lifecycle.collectives import CollectiveCounter
+from titan_lifecycle.fsdp_lifecycle import unsharded_gradient_bytes
+
+__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config", "lifecycle_loss"]
+
+
+@dataclass(kw_only=True, slots=True)
+class LifecycleConfig:
+    """The ``[lifecycle]`` section of a job."""
+
+    enabled: bool = True
+    """False trains with torchtitan's own ChunkedLossWrapper and policies."""
+
+    reduction: Literal["compatible", "coalesced"] = "compatible"
+    """Who reduces the head's gradients where there is a choice: the chunk loop, bit for bit as
+    torchtitan's wrapper, or the decoder's backward, one reduce-scatter fewer a microbatch.
+    ``loss.reduction`` is the same setting; coalesced in either place holds."""
+
+    gradient_reduction: Literal["every_microbatch", "last_microbatch", "all_reduce_last"] = (
+        "every_microbatch"
+    )
+    """When an optimizer step of several microbatches reduces. every_microbatch: each time, as
+    torchtitan. last_microbatch: once; every group's unsharded gradient stays alive meanwhile.
+    all_reduce_last (HSDP): reduce-scatter each time, all-reduce over the replicas once."""
+
+    retain_weights: bool = False
+    """Keep weights gathered from the first microbatch's forward to the last one's backward: one
+    all-gather a group and step, for the memory of the whole unsharded model."""
+
+
+class LifecycleTrainer(Trainer):
+    """torchtitan's ``Trainer``, which owns FSDP's lifecycle over an optimizer step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
+        """FSDP's lifecycle around the chunked loss, accumulation and pipelines."""
+
+        def __post_init__(self) -> None:
+            # Not super(): the class that dataclass(slots=True) makes is another one than this.
+            Trainer.Config.__post_init__(self)
+            _validate(self)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        _validate(config)
+        config.loss = _loss_for(config)
+        super().__init__(config)
+        self._microbatch = 0
+        self._roots = [part for part in self.model_parts if isinstance(part, FSDPModule)]
+        self._collectives = CollectiveCounter(self.model_parts)
+        if config.lifecycle.enabled and config.lifecycle.retain_weights:
+            for root in self._roots:
+                root.set_reshard_after_forward(False)
+        self._log_cost()
+
+    def train_step(self, data_iterator: Any) -> None:
+        self._microbatch = 0
+        self._collectives.reset()
+        super().train_step(data_iterator)
+        if self.metrics_processor.should_log(self.step):
+            self.metrics_processor.logger.log(self._collective_metrics(), self.step)
+
+    def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
+        is_last = self._microbatch == self.gradient_accumulation_steps - 1
+        self._microbatch += 1
+        with self._collectives, self._microbatch_policy(is_last):
+            loss: torch.Tensor = super().forward_backward_step(**microbatch)
+        return loss
+
+    def train(self) -> None:
+        super().train()
+        self._add_summary_rows()
+
+    @contextmanager
+    def _microbatch_policy(self, is_last: bool) -> Iterator[None]:
+        """Set what FSDP does at the end of this microbatch's backward."""
+        lifecycle = self.config.lifecycle
+        if not lifecycle.enabled or self.parallel_dims.pp_enabled or is_last:
+            yield
+            return
+        try:
+            for root in self._roots:
+                if lifecycle.gradient_reduction == "last_microbatch":
+                    root.set_requires_gradient_sync(False)
+                elif lifecycle.gradient_reduction == "all_reduce_last":
+                    root.set_requires_all_reduce(False)
+                if lifecycle.retain_weights:
+                    root.set_reshard_after_backward(False)
+            yield
+        finally:
+            # The trainer owns these policies: between microbatches they are FSDP's defaults.
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
+                root.set_reshard_after_backward(True)
+
+    def _log_cost(self) -> None:
+        lifecycle = self.config.lifecycle
+        if lifecycle.enabled and lifecycle.gradient_reduction == "last_microbatch":
+            per_group = unsharded_gradient_bytes(self.model_parts)
+            logger.info(
+                f"gradient_reduction = last_microbatch keeps {sum(per_group.values()):,} bytes of "
+                f"unsharded gradients in {len(per_group)} FSDP groups on this rank between "
+                "microbatches"
+            )
+
+    def _collective_metrics(self) -> dict[str, int]:
+        counts = self._collectives.counts
+        return {
+            f"lifecycle/{kind}_{what}": counter[kind]
+            for kind in ("reduce_scatter", "all_gather", "all_reduce")
+            for what, counter in (("calls", counts.calls), ("bytes", counts.num_bytes))
+        }
+
+    def _add_summary_rows(self) -> None:
+        rows = getattr(self.metrics_processor, "summary_rows", None)
+        if rows is None:
+            return
+        mine = self._collective_metrics()
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+        for kind in ("reduce_scatter", "all_gather", "all_reduce"):
+            # Ranks of one pipeline stage count alike: name each figure once, with its ranks.
+            ranks: dict[tuple[int, int], list[int]] = {}
+            for rank, metrics in enumerate(by_rank):
+                figure = (metrics[f"lifecycle/{kind}_calls"], metrics[f"lifecycle/{kind}_bytes"])
+                ranks.setdefault(figure, []).append(rank)
+            rows[f"{kind.replace('_', '-')}s a step"] = "; ".join(
+                f"{calls} ({num_bytes / 2**20:.1f} MiB)"
+                + (f" on ranks {','.join(map(str, where))}" if len(ranks) > 1 else "")
+                for (calls, num_bytes), where in ranks.items()
+            )
+
+
+def lifecycle_config(config: Trainer.Config, **lifecycle: Any) -> LifecycleTrainer.Config:
+    """The config of a :class:`LifecycleTrainer` with the settings of ``config``.
+
+    Args:
+        config: A torchtitan ``Trainer.Config``. It is not changed; nested configs are shared.
+        **lifecycle: Fields of :class:`LifecycleConfig`.
+
+    Raises:
+        TypeError: ``config`` belongs to another trainer (Flux, GraphTrainer, ...), which has its
+            own loop or shards by other means.
+    """
+    if type(config) is not Trainer.Config:
+        raise TypeError(
+            f"lifecycle_config takes torchtitan's Trainer.Config, got "
+            f"{type(config).__qualname__}; that trainer is not supported"
+        )
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+    values["loss"] = lifecycle_loss(config.loss)
+    return LifecycleTrainer.Config(**values, lifecycle=LifecycleConfig(**lifecycle))
+
+
+def lifecycle_loss(loss: Any) -> Any:
+    """``loss`` with torchtitan's ``ChunkedLossWrapper.Config`` replaced; any other as it is.
+
+    The match is exact: GraphTrainer's subclass owns its parameter gradients and must stay.
+    """
+    if type(loss) is not ChunkedLossWrapper.Config:
+        return loss
+    default = ChunkedLossWrapper.Config().num_chunks
+    # The default stays unset, so that chunk_tokens can be set in its place.
+    num_chunks = None if loss.num_chunks == default else loss.num_chunks
+    return derive(loss, LifecycleChunkedLoss.Config, num_chunks=num_chunks)
+
+
+def _loss_for(config: LifecycleTrainer.Config) -> Any:
+    """The loss config to build, given ``[lifecycle]``."""
+    loss = config.loss
+    if not config.lifecycle.enabled:
+        if type(loss) is LifecycleChunkedLoss.Config:
+            num_chunks = loss.num_chunks or ChunkedLossWrapper.Config().num_chunks
+            return derive(loss, ChunkedLossWrapper.Config, num_chunks=num_chunks)
+        return loss
+    loss = lifecycle_loss(loss)
+    if isinstance(loss, LifecycleChunkedLoss.Config) and config.lifecycle.reduction == "coalesced":
+        return derive(loss, type(loss), reduction="coalesced")
+    return loss
+
+
+def _validate(config: LifecycleTrainer.Config) -> None:
+    lifecycle, parallelism = config.lifecycle, config.parallelism
+    accumulates = lifecycle.gradient_reduction != "every_microbatch" or lifecycle.retain_weights
+    if not lifecycle.enabled:
+        if accumulates:
+            raise ValueError(
+                "lifecycle.gradient_reduction and lifecycle.retain_weights need "
+                "lifecycle.enabled = true"
+            )
+        if getattr(config.loss, "chunk_tokens", None) is not None:
+            raise ValueError(
+                "loss.chunk_tokens needs lifecycle.enabled = true; torchtitan's own wrapper knows "
+                "only loss.num_chunks"
+            )
+        return
+    if lifecycle.gradient_reduction == "all_reduce_last":
+        if parallelism.data_parallel_replicate_degree <= 1:
+            raise ValueError(
+                "lifecycle.gradient_reduction = 'all_reduce_last' needs HSDP: set "
+                "parallelism.data_parallel_replicate_degree above 1, or use 'last_microbatch'"
+            )
+        if parallelism.pipeline_parallel_degree > 1:
+            raise ValueError(
+                "lifecycle.gradient_reduction = 'all_reduce_last' does not work with a pipeline: "
+                "torch finalizes a stage's reduce-scatter and all-reduce together; use "
+                "'last_microbatch'"
+            )
+    if accumulates and not config.training.disable_cuda_graphs:
+        raise ValueError(
+            "lifecycle.gradient_reduction and lifecycle.retain_weights change what each microbatch "
+            "does, and a captured CUDA graph replays the first; set training.disable_cuda_graphs"
+        )
