@@ -11,8 +11,8 @@ if TYPE_CHECKING:
         PartialBackwardHooks,
         complete_fsdp_grouped_forward,
         fsdp_partial_backwards,
-        reset_iteration,
     )
+    from titan_lifecycle.pipeline import register_metadata_inference_cleanup, reset_iteration
 
 __version__ = "0.1.0"
 
@@ -21,6 +21,7 @@ __all__ = [
     "PartialBackwardHooks",
     "complete_fsdp_grouped_forward",
     "fsdp_partial_backwards",
+    "register_metadata_inference_cleanup",
     "reset_iteration",
 ]
 
@@ -31,7 +32,8 @@ _MODULES = {
     "PartialBackwardHooks": "fsdp_lifecycle",
     "complete_fsdp_grouped_forward": "fsdp_lifecycle",
     "fsdp_partial_backwards": "fsdp_lifecycle",
-    "reset_iteration": "fsdp_lifecycle",
+    "register_metadata_inference_cleanup": "pipeline",
+    "reset_iteration": "pipeline",
 }
 
 

@@ -53,7 +53,6 @@ __all__ = [
     "Reduction",
     "complete_fsdp_grouped_forward",
     "fsdp_partial_backwards",
-    "reset_iteration",
 ]
 
 Reduction = Literal["compatible", "coalesced"]
@@ -81,6 +80,7 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "manual_backward_finalization_active",
     ),
     FSDPParamGroup: (
+        "_is_hsdp",
         "_module_fqn",
         "_partial_reduce_output",
         "_post_backward_pending",
@@ -96,13 +96,18 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
 
 
 def missing_private_names() -> list[str]:
-    """Names of :data:`_PRIVATE_NAMES` that the installed torch lacks, as ``Class.name``.
+    """Private FSDP2 names this module relies on and the installed torch lacks."""
+    return missing_names(_PRIVATE_NAMES)
+
+
+def missing_names(required: dict[type, tuple[str, ...]]) -> list[str]:
+    """The names in ``required`` that their class lacks, as ``Class.name``.
 
     An instance attribute counts as present when the class annotates it or assigns it in
     ``__init__``.
     """
     missing = []
-    for cls, names in _PRIVATE_NAMES.items():
+    for cls, names in required.items():
         code = getattr(getattr(cls, "__init__", None), "__code__", None)
         known = {
             *dir(cls),
@@ -310,8 +315,9 @@ def fsdp_partial_backwards(
     Raises:
         ValueError: ``reduction`` is neither of the two.
         RuntimeError: No forward has run through the FSDP root yet; a scope on this module's group
-            is already open; ``before_last_forward()`` was called twice or, on a normal exit,
-            never; a backward of an inner output after the exit.
+            is already open; under manual finalization only HSDP's all-reduce is deferred;
+            ``before_last_forward()`` was called twice or, on a normal exit, never; a backward of
+            an inner output after the exit.
     """
     if reduction not in get_args(Reduction):
         raise ValueError(
@@ -335,9 +341,13 @@ def fsdp_partial_backwards(
             "scope first, or run all passes in it"
         )
 
-    # See [Note: Partial backwards and FSDP finalization].
     context = state._state_ctx
+    if run_backward and _is_manually_finalized(context):
+        _check_no_partial_reduction(module, name)
+
+    # See [Note: Partial backwards and FSDP finalization].
     all_states, is_last_backward = context.all_states, context.is_last_backward
+    latched_mode = context.manual_backward_finalization_active
     hooks = _FSDPHooks(module, _groups(module), name, run_backward=run_backward)
     # Decided on entry: the inner passes leave pending gradients of their own. Flags, not tensors,
     # so that every rank decides alike.
@@ -376,6 +386,10 @@ def fsdp_partial_backwards(
         hooks.restore_policies()
         context.all_states = all_states
         module.set_is_last_backward(is_last_backward)
+        if outer_backward_follows:
+            # The first backward of an iteration latches the mode of finalization. That is the
+            # outer one: between here and there a pipeline stage may still choose its mode.
+            context.manual_backward_finalization_active = latched_mode
         _states_in_scope.discard(state)
 
 
@@ -406,25 +420,58 @@ def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output
     return completed
 
 
-def reset_iteration(target: nn.Module) -> None:
-    """Bring ``target`` back to the start of an iteration after an exception.
+def reset_root(module: nn.Module) -> None:
+    """Bring an FSDP root back to the start of an iteration; see ``pipeline.reset_iteration``.
 
-    What the failed iteration left is discarded: in-flight collectives are waited for, gathered
-    weights are resharded, gradients are dropped, also those of earlier microbatches of the same
-    accumulation, so retry the whole step. torch's ``reset_iter_state`` does that and leaves the
-    policies; leaving the :func:`fsdp_partial_backwards` scope has restored those.
-
-    Args:
-        target: An FSDP root. A module that is not FSDP has no iteration state; nothing is done.
+    Nothing is done for a module that is not FSDP, or has never run.
 
     Raises:
-        RuntimeError: ``target`` is an FSDP module but not the root.
+        RuntimeError: ``module`` is an FSDP module but not the root.
     """
-    if not isinstance(target, FSDPModule):
+    # torch's reset needs what the root's first forward sets up.
+    if not isinstance(module, FSDPModule) or module._get_fsdp_state()._is_root is None:
         return
-    with record_function("lifecycle::reset_iteration"):
-        target.reset_iter_state()
-        target.set_manual_backward_finalization(False)
+    module.reset_iter_state()
+    module.set_manual_backward_finalization(False)
+
+
+class ProbeGuard:
+    """Keeps the metadata-inference probe of a pipeline stage from changing FSDP's state.
+
+    The probe is a real forward and backward. Created before it, this stashes the gradients and
+    lets no group reduce; :meth:`restore` after it, also when it failed, drops what it left
+    (unsharded gradients, which ``param.grad`` does not show, and iteration markers) and puts
+    gradients and policies back. Waits for pytorch/pytorch#203178.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        groups = _all_groups([root])
+        # While a group is gathered, the module holds its unsharded parameters and not the sharded
+        # ones, which own the reduced gradients.
+        sharded = [p.sharded_param for group in groups for p in group.fsdp_params]
+        self._gradients = [(p, p.grad) for p in {*sharded, *root.parameters()}]
+        self._policies = [(group, GroupPolicy.capture(group)) for group in groups]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        for group, _ in self._policies:
+            group.reduce_grads = False
+
+    def restore(self) -> None:
+        reset_root(self._root)
+        for group, policy in self._policies:
+            policy.restore(group)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+def groups_with_pending_gradients(root: nn.Module) -> list[str]:
+    """FQNs of the groups whose gradients wait for a reduction, unsharded or as partial sums."""
+    return [
+        group._module_fqn or "<root>"
+        for group in _all_groups([root])
+        if group._post_backward_pending or group._partial_reduce_output is not None
+    ]
 
 
 def fsdp_process_groups(models: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
@@ -484,6 +531,20 @@ def _is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:
     if context.manual_backward_finalization_active is not None:
         return context.manual_backward_finalization_active
     return context.manual_backward_finalization
+
+
+def _check_no_partial_reduction(module: FSDPModule, name: str) -> None:
+    if any(
+        (group.reduce_grads and not group.all_reduce_grads and group._is_hsdp)
+        or group._partial_reduce_output is not None
+        for group in _groups(module)
+    ):
+        raise RuntimeError(
+            f"HSDP with only the all-reduce deferred, set for '{name}', does not work under manual "
+            "finalization: a pipeline reduces and all-reduces together. Call "
+            "set_requires_all_reduce(True), and defer both over several schedule steps with "
+            "finalize_gradients=False"
+        )
 
 
 def _has_pending_gradients(module: FSDPModule) -> bool:

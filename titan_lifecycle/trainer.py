@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torchtitan.trainer import Trainer
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
 from titan_lifecycle.collectives import CollectiveCounter
 from titan_lifecycle.fsdp_lifecycle import unsharded_gradient_bytes
+from titan_lifecycle.pipeline import register_metadata_inference_cleanup
 
 __all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config", "lifecycle_loss"]
 
@@ -69,9 +71,11 @@ class LifecycleTrainer(Trainer):
         config.loss = _loss_for(config)
         super().__init__(config)
         self._microbatch = 0
-        self._roots = [part for part in self.model_parts if isinstance(part, FSDPModule)]
+        self._roots: list[Any] = [p for p in self.model_parts if isinstance(p, FSDPModule)]
         self._collectives = CollectiveCounter(self.model_parts)
-        if config.lifecycle.enabled and config.lifecycle.retain_weights:
+        if config.lifecycle.enabled and self.parallel_dims.pp_enabled:
+            register_metadata_inference_cleanup(self.pp_schedule)
+        if config.lifecycle.retain_weights:
             for root in self._roots:
                 root.set_reshard_after_forward(False)
         self._log_cost()
@@ -86,7 +90,8 @@ class LifecycleTrainer(Trainer):
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         is_last = self._microbatch == self.gradient_accumulation_steps - 1
         self._microbatch += 1
-        with self._collectives, self._microbatch_policy(is_last):
+        policy = self._step_policy if self.parallel_dims.pp_enabled else self._microbatch_policy
+        with self._collectives, policy(is_last):
             loss: torch.Tensor = super().forward_backward_step(**microbatch)
         return loss
 
@@ -96,17 +101,14 @@ class LifecycleTrainer(Trainer):
 
     @contextmanager
     def _microbatch_policy(self, is_last: bool) -> Iterator[None]:
-        """Set what FSDP does at the end of this microbatch's backward."""
+        """What FSDP does at the end of this microbatch's backward."""
         lifecycle = self.config.lifecycle
-        if not lifecycle.enabled or self.parallel_dims.pp_enabled or is_last:
-            yield
-            return
         try:
             for root in self._roots:
                 if lifecycle.gradient_reduction == "last_microbatch":
-                    root.set_requires_gradient_sync(False)
+                    root.set_requires_gradient_sync(is_last)
                 elif lifecycle.gradient_reduction == "all_reduce_last":
-                    root.set_requires_all_reduce(False)
+                    root.set_requires_all_reduce(is_last)
                 if lifecycle.retain_weights:
                     root.set_reshard_after_backward(False)
             yield
@@ -115,10 +117,28 @@ class LifecycleTrainer(Trainer):
             for root in self._roots:
                 root.set_requires_gradient_sync(True)
                 root.set_reshard_after_backward(True)
+        if lifecycle.retain_weights and is_last:
+            # The optimizer updates the shards: gathered weights would be stale.
+            for root in self._roots:
+                for module in root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+
+    @contextmanager
+    def _step_policy(self, is_last: bool) -> Iterator[None]:
+        """What the pipeline's schedule does at the end of this step, one of an accumulation."""
+        schedule = self.pp_schedule
+        if self.config.lifecycle.gradient_reduction == "last_microbatch":
+            # torchtitan's trainer does not pass finalize_gradients on.
+            schedule.step = partial(schedule.step, finalize_gradients=is_last)
+        try:
+            yield
+        finally:
+            schedule.__dict__.pop("step", None)
 
     def _log_cost(self) -> None:
         lifecycle = self.config.lifecycle
-        if lifecycle.enabled and lifecycle.gradient_reduction == "last_microbatch":
+        if lifecycle.gradient_reduction == "last_microbatch":
             per_group = unsharded_gradient_bytes(self.model_parts)
             logger.info(
                 f"gradient_reduction = last_microbatch keeps {sum(per_group.values()):,} bytes of "

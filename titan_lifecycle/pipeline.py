@@ -1,0 +1,220 @@
+"""Pipeline stages: nothing left behind by metadata inference, and recovery after a failure.
+
+The only module that touches private state of ``torch.distributed.pipelining``.
+
+[Note: Metadata inference and FSDP]
+A stage that was not told its shapes learns them from a probe, a real forward and backward before
+the first microbatch, and again at each switch between training and evaluation. The stage then
+clears ``param.grad``. FSDP's accumulated gradients are not there: they sit on the unsharded
+parameters until the group is reduced, and would leak into the first step. The chunk loop, too,
+would reduce the head once for a loss that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.profiler import record_function
+
+from titan_lifecycle.fsdp_lifecycle import (
+    ProbeGuard,
+    groups_with_pending_gradients,
+    missing_names,
+    reset_root,
+)
+
+__all__ = [
+    "lifecycle_pipelining_fn",
+    "register_metadata_inference_cleanup",
+    "reset_iteration",
+]
+
+# torch's own registration, where it has one (pytorch/pytorch#203178).
+_UPSTREAM_REGISTRATION = "register_metadata_inference_cleanup"
+
+_RUNTIME_STATE = (
+    "_deferred_stages",
+    "_finalized_stages",
+    "backward_counter",
+    "bwd_recv_ops",
+    "fwd_recv_ops",
+    "unshard_ops",
+    "unsharded_stages",
+)
+
+PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
+    PipelineStage: (
+        "_inference_mode",
+        "_post_metadata_inference_cleanup",
+        "_pre_metadata_inference_backup",
+    ),
+    _PipelineSchedule: ("_internal_losses",),
+    PipelineScheduleSingle: ("_stage",),
+    PipelineScheduleMulti: ("_stages",),
+    _PipelineScheduleRuntime: _RUNTIME_STATE,
+}
+
+if missing := missing_names(PRIVATE_NAMES):
+    raise ImportError(
+        f"titan_lifecycle does not know the pipelining of torch {torch.__version__}: it lacks "
+        f"{', '.join(missing)}"
+    )
+
+
+_registered: weakref.WeakSet[PipelineStage] = weakref.WeakSet()
+
+
+def register_metadata_inference_cleanup(target: PipelineStage | _PipelineSchedule) -> None:
+    """Make dynamic metadata inference leave nothing behind in a stage's FSDP root.
+
+    After each probe, whether it succeeded or failed, the root's iteration state is reset; its
+    gradients and policies are those of before, and the probe reduces nothing. Ordinary schedule
+    steps, also accumulated ones, are not touched. Registering twice does nothing, and so does a
+    stage that is not FSDP or was given its shapes. See [Note: Metadata inference and FSDP].
+
+    Args:
+        target: A stage, or a schedule: all its stages on this rank.
+
+    Raises:
+        TypeError: ``target`` is neither.
+
+    A probe raises ``RuntimeError``, before anything is changed, if gradients of an unfinalized
+    step are pending: it would discard them.
+    """
+    # Stages from a traced model are of another class and run no probe.
+    stages = [stage for stage in _stages(target) if isinstance(stage, PipelineStage)]
+    for stage in stages:
+        if stage in _registered:
+            continue
+        _registered.add(stage)
+        if hasattr(stage, _UPSTREAM_REGISTRATION):
+            register = getattr(stage, _UPSTREAM_REGISTRATION)
+            register(lambda stage=stage: reset_root(stage.submod))
+        else:
+            _guard_probe(stage, stages)
+
+
+def lifecycle_pipelining_fn(pipelining_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``ModelSpec.pipelining_fn`` so that its stages are registered.
+
+    For torchtitan's own trainer and launcher::
+
+        spec = dataclasses.replace(spec, pipelining_fn=lifecycle_pipelining_fn(spec.pipelining_fn))
+    """
+
+    @wraps(pipelining_fn)
+    def pipeline(*args: Any, **kwargs: Any) -> Any:
+        result = pipelining_fn(*args, **kwargs)
+        register_metadata_inference_cleanup(result[0])
+        return result
+
+    return pipeline
+
+
+def reset_iteration(target: nn.Module | PipelineStage | _PipelineSchedule) -> None:
+    """Bring ``target`` back to the start of an iteration after an exception.
+
+    What the failed iteration left is discarded: in-flight collectives are waited for, gathered
+    weights are resharded, gradients are dropped, also those of earlier microbatches of the same
+    accumulation: retry the whole step. Of a stage, its chunks, manual finalization and the
+    policies it sets are reset too; of a schedule, also the losses of the failed step, whose graphs
+    the retry would walk otherwise. Messages between ranks that are still under way are not
+    recalled: every rank of the pipeline must have left the step.
+
+    Args:
+        target: An FSDP root, a pipeline stage, or a schedule. Nothing is done for a module that is
+            not FSDP.
+
+    Raises:
+        RuntimeError: ``target`` is an FSDP module but not the root.
+        TypeError: ``target`` is none of these.
+    """
+    with record_function("lifecycle::reset_iteration"):
+        if isinstance(target, nn.Module):
+            reset_root(target)
+            return
+        for stage in _stages(target):
+            _reset_stage(stage)
+        if isinstance(target, _PipelineSchedule):
+            target._internal_losses.clear()
+        if isinstance(target, _PipelineScheduleRuntime):
+            for name in _RUNTIME_STATE:
+                getattr(target, name).clear()
+
+
+def _reset_stage(stage: _PipelineStageBase) -> None:
+    reset_root(stage.submod)
+    if isinstance(stage.submod, FSDPModule):
+        # What the stage itself sets when it finalizes a step.
+        stage.submod.set_requires_gradient_sync(True)
+        stage.submod.set_reshard_after_backward(True)
+    stage.clear_runtime_states()
+    stage.backward_state.clear()
+    stage.dw_runner.clear()
+    for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+        for info in infos:
+            info.buffer = None
+
+
+def _stages(target: _PipelineStageBase | _PipelineSchedule) -> list[_PipelineStageBase]:
+    if isinstance(target, _PipelineStageBase):
+        return [target]
+    if isinstance(target, PipelineScheduleSingle):
+        return [target._stage]
+    if isinstance(target, PipelineScheduleMulti):
+        return list(target._stages)
+    raise TypeError(
+        f"expected a PipelineStage or a pipeline schedule, got {type(target).__qualname__}"
+    )
+
+
+def _guard_probe(stage: PipelineStage, stages: list[PipelineStage]) -> None:
+    """Run a ``ProbeGuard`` between the two methods that torch calls around the probe."""
+    backup, cleanup = stage._pre_metadata_inference_backup, stage._post_metadata_inference_cleanup
+    guards: list[ProbeGuard] = []
+
+    def guarded_backup() -> None:
+        if stage._inference_mode == InferenceMode.DYNAMIC:
+            # Of all stages, before the first one is backed up: a refusal changes nothing.
+            for other in stages:
+                _check_nothing_pending(other)
+            if isinstance(stage.submod, FSDPModule):
+                guards.append(ProbeGuard(stage.submod))
+        backup()
+
+    def guarded_cleanup() -> None:
+        try:
+            cleanup()
+        finally:
+            if guards:
+                with record_function("lifecycle::metadata_inference_cleanup"):
+                    guards.pop().restore()
+
+    # On the instance: other stages keep torch's methods.
+    stage._pre_metadata_inference_backup = guarded_backup  # type: ignore[method-assign]
+    stage._post_metadata_inference_cleanup = guarded_cleanup  # type: ignore[method-assign]
+
+
+def _check_nothing_pending(stage: PipelineStage) -> None:
+    if fqns := groups_with_pending_gradients(stage.submod):
+        raise RuntimeError(
+            f"pipeline stage {stage.stage_index} switches between training and evaluation, which "
+            "runs a metadata-inference probe, while gradients of an unfinalized step are pending "
+            f"in {', '.join(map(repr, fqns))}; the probe would discard them. Finalize first: run "
+            "the last step of the accumulation with finalize_gradients=True"
+        )
