@@ -1,0 +1,46 @@
+# make demo   train a small llama3 on this machine's CPU, on 4 processes
+# make test   run the tests
+# make lint   check style and types
+#
+# Each sets up what it needs in .venv; PYTHON selects the interpreter that creates it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	@echo "demo: training configs/llama3_fsdp.toml on 4 processes, about a minute and a half"
+	@$(BIN)/titan-lifecycle train configs/llama3_fsdp.toml
+
+test: $(VENV)/.installed-dev
+	@echo "test: running pytest"
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	@echo "lint: ruff and mypy"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) outputs
+
+# The stamps are newer than what they were made from, so a second call goes straight on.
+$(VENV)/.created:
+	@echo "setup: creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON") if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "setup: installing titan_lifecycle with torch and torchtitan, as pinned in constraints.txt"
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "setup: installing the tools for tests and lint"
+	@$(INSTALL) -e '.[dev,plot]'
+	@touch $@

@@ -1,0 +1,136 @@
+"""Jobs that ship, run with torchtitan's own trainer on CPU ranks.
+
+Small shapes and few steps; configs/ says what each job shows.
+"""
+
+import re
+import socket
+import subprocess
+
+import pytest
+
+from tests.cpu.conftest import CONFIGS, SMALL, environment, runner, torchrun
+
+LOSS, GRAD_NORM = "loss_metrics/global_avg_loss", "grad_norm"
+VALIDATION = (
+    "--validator.enable",
+    *("--validator.freq", "2", "--validator.steps", "2"),
+    *("--validator.dataloader.dataset", "lifecycle_fixed_validation"),
+)
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory):
+    """llama3_fsdp for six steps, validating."""
+    return runner(tmp_path_factory.mktemp("six_steps"))(
+        "llama3_fsdp", *SMALL, *VALIDATION, "--training.steps", "6"
+    )
+
+
+def test_a_job_trains_and_sums_up(six_steps):
+    assert six_steps.status == 0, six_steps.output
+    losses = six_steps.scalars(LOSS)
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[6] < losses[1] - 1
+    assert six_steps.scalars(GRAD_NORM).keys() == losses.keys()
+    validation = six_steps.scalars("validation_metrics/loss")
+    assert list(validation) == [1, 2, 4, 6]
+    assert validation[6] < validation[1] - 1
+    # The rank with the loss says each step once; the table closes the output.
+    steps = re.findall(r"- step: +(\d+)  loss: +([\d.-]+)", six_steps.stdout)
+    assert steps == [(str(step), f"{loss:.5f}") for step, loss in losses.items()]
+    table = dict(line.strip().split("  ", 1) for line in six_steps.stdout.splitlines()[-6:])
+    table = {name: value.strip() for name, value in table.items()}
+    assert list(table)[:5] == ["steps", "first loss", "last loss", "tokens/s", "peak memory"]
+    assert table["steps"] == "1 to 6"
+    assert table["first loss"] == f"{losses[1]:.5f}"
+    assert table["last loss"] == f"{losses[6]:.5f}"
+    assert re.fullmatch(r"[\d,]+ on 4 ranks", table["tokens/s"])
+    memory = six_steps.scalars("memory/max_reserved(GiB)")
+    assert table["peak memory"] == f"{max(memory.values()):.2f} GiB resident on rank 0"
+    assert 0.2 < max(memory.values()) < 5
+    assert table["TensorBoard"].startswith("out/tb/")
+
+
+def test_a_resumed_run_is_bit_identical(six_steps, run_job):
+    job = ("llama3_fsdp", *SMALL, *VALIDATION, "--checkpoint.enable", "--checkpoint.interval", "3")
+    first = run_job(*job, "--training.steps", "3")
+    assert first.status == 0, first.output
+    (tensorboard,) = (first.dump_folder / "tb").iterdir()
+    tensorboard.rename(first.dump_folder / "first_tb")
+    resumed = run_job(*job, "--training.steps", "6")
+    assert resumed.status == 0, resumed.output
+    for tag in (LOSS, GRAD_NORM):
+        whole = six_steps.scalars(tag)
+        assert resumed.scalars(tag) == {step: whole[step] for step in (4, 5, 6)}
+
+
+def test_initial_weights_do_not_depend_on_the_sharding(six_steps, run_job):
+    hsdp = run_job("llama3_hsdp", *SMALL, "--training.steps", "2")
+    assert hsdp.status == 0, hsdp.output
+    fsdp, hsdp = six_steps.scalars(LOSS), hsdp.scalars(LOSS)
+    assert hsdp[1] == pytest.approx(fsdp[1], rel=1e-6)
+    assert hsdp[2] == pytest.approx(fsdp[2], rel=1e-5)
+
+
+def test_a_pipeline_validates_and_shows_only_the_loss(run_job):
+    run = run_job("llama3_pp_1f1b", *SMALL, *VALIDATION, "--training.steps", "3", terminal=True)
+    assert run.status == 0, run.output
+    losses, validation = run.scalars(LOSS), run.scalars("validation_metrics/loss")
+    assert losses[3] < losses[1]
+    assert validation[2] < validation[1]
+    assert min(*losses.values(), *validation.values()) > 0
+    assert not re.search(r"loss: *-", run.output)
+    assert "Pipeline Parallel loss is not visible" not in run.output
+    # On a terminal there is a progress bar, and step lines do not run into it.
+    assert re.search(r"3/3 \[.*loss=", run.stderr)
+    assert re.search(r"^\[titan\].* step:  3 ", run.stdout, re.MULTILINE)
+    assert "on rank 2" in run.stdout.splitlines()[-2]
+
+
+@pytest.mark.parametrize("job", ["deepseek_v3_fsdp_ep", "gpt_oss_fsdp"])
+def test_a_mixture_of_experts_trains(job, run_job):
+    run = run_job(
+        job,
+        *SMALL,
+        *("--training.steps", "3", "--training.local_batch_size", "1"),
+        *("--parallelism.data_parallel_shard_degree", "2"),
+        command=torchrun("--standalone", "--nproc-per-node", "2"),
+    )
+    assert run.status == 0, run.output
+    losses = run.scalars(LOSS)
+    assert losses[3] < losses[1] - 0.5
+    # Under torchrun the ranks share one console.
+    assert len(re.findall(r"- step: ", run.stdout)) == 3
+
+
+def test_two_agents_meet_as_two_nodes_would(run_job, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agent = torchrun(
+        *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id", "test"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--local-addr", "127.0.0.1"),
+    )
+    args = ["llama3_fsdp", *SMALL, "--training.steps", "2"]
+    dump_folder = ["--dump_folder", str(tmp_path / "out")]
+    second = subprocess.Popen(
+        [*agent, "train", *args, *dump_folder],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        run = run_job(*args, command=agent)
+        assert run.status == 0, run.output
+        assert second.wait(60) == 0
+    finally:
+        second.kill()
+    assert list(run.scalars(LOSS)) == [1, 2]
+
+
+@pytest.mark.parametrize("job", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_a_shipped_job_says_what_it_shows(job):
+    assert (CONFIGS / f"{job}.toml").read_text().startswith("# ")

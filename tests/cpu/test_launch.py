@@ -1,0 +1,198 @@
+"""How runs end: failures, kills, interrupts; and finding one's rank under SLURM."""
+
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cpu.conftest import SMALL, left_running
+from titan_lifecycle import launch, metrics, worker
+from titan_lifecycle.errors import JobError
+
+JOB = """
+hf_assets_path = "{package}/assets/tokenizer"
+[job]
+module = "failing_job"
+config = "failing_job"
+nproc_per_node = 2
+device = "cpu"
+[training]
+local_batch_size = 2
+steps = 5
+[metrics]
+log_freq = 1
+"""
+
+# A config function whose data set does something to rank 1 in its second step.
+MODULE = """
+import os, signal, time
+from datasets import Dataset
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+def process(sample):
+    if os.environ.get("RANK") == "1" and sample["number"] % 50 == 10:
+        {action}
+    return "some words to learn " * 4
+
+
+def failing_job():
+    numbers = Dataset.from_dict({{"number": list(range(100))}})
+    DATASETS["failing"] = DatasetConfig("nowhere", lambda path: numbers, process)
+    config = llama3_debugmodel()
+    config.dataloader.dataset = "failing"
+    return config
+"""
+
+
+@pytest.fixture
+def run_failing(run_job, tmp_path):
+    def run(action, **kwargs):
+        (tmp_path / "failing_job.py").write_text(MODULE.format(action=action))
+        (tmp_path / "failing.toml").write_text(JOB)
+        return run_job(
+            tmp_path / "failing.toml",
+            *SMALL[:2],
+            PYTHONPATH=str(tmp_path),
+            **kwargs,
+        )
+
+    return run
+
+
+def test_the_rank_that_fails_is_named_once(run_failing, tmp_path):
+    run = run_failing('raise FileNotFoundError("no such shard: part-7")')
+    assert run.status == 1
+    assert "step:  1" in run.stdout
+    (report,) = re.findall(r"titan-lifecycle: (.*)\n", run.stderr)
+    assert report == "rank 1 failed: FileNotFoundError: no such shard: part-7"
+    assert run.output.count("no such shard") == 1
+    # Rank 0 has lost its peer; that is nobody's business.
+    assert "Traceback" not in run.output
+    assert "last loss" not in run.stdout
+    traceback = re.search(r"its traceback: (.*)", run.stderr)[1].strip()
+    assert traceback.startswith("out/logs/")
+    assert "in process\n" in (tmp_path / traceback).read_text()
+    assert left_running(tmp_path) == []
+
+
+def test_a_killed_rank_is_named_once(run_failing, tmp_path):
+    run = run_failing("os.kill(os.getpid(), signal.SIGKILL)")
+    assert run.status == 1
+    assert re.findall(r"titan-lifecycle: .*", run.stderr) == [
+        "titan-lifecycle: rank 1 was killed by SIGKILL"
+    ]
+    assert "Traceback" not in run.output
+    assert left_running(tmp_path) == []
+
+
+def test_an_interrupt_ends_everything(run_failing, tmp_path):
+    run = run_failing("time.sleep(600)", stop_after="step:  1", timeout=120)
+    assert run.status == 128 + signal.SIGINT
+    assert run.stderr.splitlines()[-1] == "titan-lifecycle: stopped by SIGINT"
+    assert "Traceback" not in run.output
+    assert left_running(tmp_path) == []
+
+
+def test_a_wrong_job_ends_before_any_rank_starts(run_job, tmp_path):
+    run = run_job("llama3_fsdp", "--parallelism.tensor_parallel_degree", "3")
+    assert run.status == 2
+    assert "do not multiply to the 4 processes" in run.stderr
+    assert not run.dump_folder.exists()
+
+
+def failure(exitcode, *, time_ns=None, lost_peer=False):
+    """What the agent knows of a rank: its exit status, and what it has recorded if it has."""
+    message = "<NONE>"
+    if time_ns is not None:
+        message = {"message": "", "extraInfo": {"time_ns": time_ns, "lost_peer": lost_peer}}
+    return SimpleNamespace(exitcode=exitcode, error_file_data={"message": message})
+
+
+TERMINATED = failure(-signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("first", "failures"),
+    [
+        # Recorded in the same second, and the first one took longer to exit.
+        (2, {0: failure(1, time_ns=7), 2: failure(1, time_ns=5), 1: TERMINATED}),
+        (2, {0: failure(1, time_ns=4, lost_peer=True), 2: failure(1, time_ns=5)}),
+        (3, {0: failure(1, time_ns=5, lost_peer=True), 3: failure(-9), 1: TERMINATED}),
+        (1, {0: failure(1, time_ns=5), 2: failure(-6), 1: failure(1, time_ns=3)}),
+        (1, {1: failure(1, time_ns=3, lost_peer=True)}),
+        (2, {2: failure(17), 1: failure(3)}),
+    ],
+)
+def test_the_first_failure_is_the_one_others_follow_from(first, failures):
+    assert launch._first_failure(failures)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degree", "schedule", "rank"),
+    [
+        (4, 1, "1F1B", 0),
+        (4, 2, "1F1B", 2),
+        (8, 4, "Interleaved1F1B", 6),
+        (4, 2, "ZBVZeroBubble", 0),
+        (4, 2, "DualPipeV", 0),
+    ],
+)
+def test_the_loss_is_on_the_first_rank_of_the_last_stage(world_size, degree, schedule, rank):
+    assert metrics.loss_rank(world_size, degree, schedule) == rank
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        # Set first, so that what the code under test sets is removed afterwards.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "11",
+        "SLURM_LOCALID": "3",
+        "SLURM_NTASKS": "16",
+        "SLURM_JOB_NODELIST": "gpu[07-08]",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_slurm_task_is_a_rank(slurm):
+    import os
+
+    assert worker.launched_from_outside()
+    worker.use_slurm_environment()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[name] for name in names] == ["11", "16", "3", "gpu07", "23456"]
+
+
+@pytest.mark.parametrize("change", [{"SLURM_STEP_ID": None}, {"SLURM_NTASKS": "1"}])
+def test_a_batch_script_or_a_shell_is_none(change, slurm):
+    for name, value in change.items():
+        slurm.delenv(name) if value is None else slurm.setenv(name, value)
+    assert not worker.launched_from_outside()
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("login1", "login1"),
+        ("a1,b2", "a1"),
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("rack2-[7]", "rack2-7"),
+        ("n[1-2]-ib,m1", "n1-ib"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodelist, host):
+    assert worker.first_host(nodelist) == host
+
+
+def test_a_node_list_that_is_none():
+    with pytest.raises(JobError, match="SLURM_JOB_NODELIST = ''"):
+        worker.first_host("")

@@ -1,0 +1,51 @@
+"""The ``titan-lifecycle`` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from titan_lifecycle import __version__
+from titan_lifecycle.errors import JobError
+
+_JOB_HELP = "a job file, or the name of a job this package ships"
+_OVERRIDES_HELP = "--section.key value, as torchtitan spells them; they win over the job file"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-lifecycle", description="Train torchtitan models from TOML job files."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, description in (
+        ("train", "Train; starts the ranks, unless torchrun or srun has."),
+        ("config", "Print the merged config and where each value comes from; check it."),
+    ):
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("job", help=_JOB_HELP)
+        command.add_argument("overrides", nargs=argparse.REMAINDER, help=_OVERRIDES_HELP)
+    commands.add_parser("jobs", help="List the jobs this package ships.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    # Importing torch and torchtitan takes seconds: not for --help.
+    from titan_lifecycle import job, launch, worker
+
+    try:
+        if args.command == "jobs":
+            print("\n".join(sorted(job.shipped_jobs())))
+            return 0
+        path = job.resolve_job(args.job)
+        if args.command == "train":
+            return launch.train(str(path), args.overrides)
+        print(job.render(worker.load(job.read_header(path), args.overrides)))
+        return 0
+    except JobError as error:
+        print(f"titan-lifecycle: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
