@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import local_map
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_true
 from torchtitan.components.loss import (
     IGNORE_INDEX,
     BaseLoss,
@@ -108,8 +109,8 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
       ``spmd_types`` backend the head is vocabulary-parallel and the inner loss reduces over it.
     - CP: the rank's own part of the sequence is split.
     - Compile: the inner loss may be compiled, the head is not. A sequence length that is not a
-      multiple of N gives chunks of two lengths, hence two compilations. While tracing with a
-      symbolic length, it must be a multiple.
+      multiple of N gives chunks of two lengths, hence two compilations. While tracing, a symbolic
+      length is specialized unless it is, or may be, a multiple.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -164,8 +165,8 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
 
         Raises:
             RuntimeError: ``set_lm_head`` was not called.
-            ValueError: Predictions and labels do not match, some predictions require grad and
-                others do not, or there are more chunks than tokens.
+            ValueError: Predictions, labels and loss inputs do not match, some predictions require
+                grad and others do not, or there are more chunks than tokens.
         """
         lm_head = self.lm_head
         if lm_head is None:
@@ -177,6 +178,7 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
         hiddens = (pred,) if isinstance(pred, torch.Tensor) else tuple(pred)
         targets = (labels,) if isinstance(labels, torch.Tensor) else tuple(labels)
         _check_aligned(hiddens, targets)
+        _check_loss_inputs(hiddens[0], loss_inputs)
 
         outer_backward = torch.is_grad_enabled() and hiddens[0].requires_grad
         run_backward = outer_backward or (
@@ -191,8 +193,9 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
             ]
             label_chunks = [_split(t, sizes) for t in targets]
             input_chunks = {
-                key: _split(value, sizes) if isinstance(value, torch.Tensor) else value
+                key: _split(value, sizes)
                 for key, value in loss_inputs.items()
+                if isinstance(value, torch.Tensor)
             }
             gradients = [_SequenceGradient(h) for h in hiddens] if outer_backward else []
             total_loss = _zero_loss(hiddens[0])
@@ -210,26 +213,22 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
                 for i in range(len(sizes)):
                     chunks = tuple(c[i] for c in hidden_chunks)
                     chunk_labels = tuple(c[i] for c in label_chunks)
-                    chunk_loss, chunk_metrics = self._chunk_loss(
+                    chunk_loss, chunk_metrics = self._run_chunk(
                         lm_head,
                         hooks,
                         chunks,
                         chunk_labels if several else chunk_labels[0],
                         global_valid_tokens,
-                        {
-                            key: value[i] if isinstance(value, tuple) else value
-                            for key, value in input_chunks.items()
-                        },
+                        loss_inputs | {key: value[i] for key, value in input_chunks.items()},
                         several=several,
                         is_last=i == len(sizes) - 1,
+                        run_backward=run_backward,
                     )
                     metrics = self._combine_chunk_metrics(metrics, chunk_metrics)
-                    total_loss = total_loss + chunk_loss.detach()
-                    if run_backward:
-                        with spmd.no_typecheck():
-                            chunk_loss.backward()
-                            for gradient, chunk in zip(gradients, chunks, strict=False):
-                                gradient.append(chunk)
+                    total_loss = total_loss + chunk_loss
+                    with spmd.no_typecheck():
+                        for gradient, chunk in zip(gradients, chunks, strict=False):
+                            gradient.append(chunk)
 
         if not run_backward:
             return total_loss, metrics
@@ -244,16 +243,24 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
 
     def _chunk_sizes(self, length: int) -> list[int]:
         if self.chunk_tokens is not None:
-            whole, rest = divmod(length, self.chunk_tokens)
+            if free_unbacked_symbols(length):
+                raise ValueError(
+                    f"loss.chunk_tokens ({self.chunk_tokens}) gives an unknown number of chunks of "
+                    "a traced sequence of unknown length; set loss.num_chunks instead"
+                )
+            whole, rest = divmod(int(length), self.chunk_tokens)
             return [self.chunk_tokens] * whole + ([rest] if rest else [])
         n = self.num_chunks
         if isinstance(length, torch.SymInt):
-            # A symbolic length cannot give chunks of two lengths without specializing on it.
-            torch._check(
-                length % n == 0,
-                lambda: f"a traced sequence length must be divisible by loss.num_chunks ({n})",
-            )
-            return [length // n] * n
+            # Chunks of one length need no specialization on it. An unknown length is taken to be
+            # a multiple, which the traced graph asserts.
+            if guard_or_true(length % n == 0):
+                torch._check(
+                    length % n == 0,
+                    lambda: f"a traced sequence length must be divisible by loss.num_chunks ({n})",
+                )
+                return [length // n] * n
+            length = int(length)
         if length < n:
             raise ValueError(
                 f"loss.num_chunks ({n}) is more than the {length} tokens of this rank's sequence; "
@@ -262,7 +269,7 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
         base, longer = divmod(length, n)
         return [base + 1] * longer + [base] * (n - longer)
 
-    def _chunk_loss(
+    def _run_chunk(
         self,
         lm_head: nn.Module,
         hooks: PartialBackwardHooks,
@@ -273,35 +280,55 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
         *,
         several: bool,
         is_last: bool,
+        run_backward: bool,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The inner loss of one chunk, differentiable; the head runs once per prediction."""
+        """The inner loss of one chunk, backpropagated; the head runs once per prediction."""
         if isinstance(self.loss_fn, HeadWeightLoss):
+
+            def loss_from_weight(*hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
+                weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+                loss, metrics = self.loss_fn(
+                    hidden if several else hidden[0],
+                    labels,
+                    global_valid_tokens,
+                    weight=weight,
+                    bias=bias,
+                    **loss_inputs,
+                )
+                if not loss.requires_grad:  # as below, with a gradient of zero
+                    for tensor in (*hidden, weight, *([] if bias is None else [bias])):
+                        loss = loss + tensor[:0].sum()
+                return loss, metrics
+
             if is_last:
                 hooks.before_last_forward()
             # The loss runs as the head's forward, so that FSDP's hooks, which gather and reduce
-            # the weight, see it as any other forward.
-            with _forward_replaced(lm_head, self.loss_fn):
-                loss, metrics = lm_head(
-                    chunks if several else chunks[0],
-                    labels,
-                    global_valid_tokens,
-                    weight=lm_head.weight,
-                    bias=getattr(lm_head, "bias", None),
-                    **loss_inputs,
-                )
+            # the weight, see it as any other forward. Only what the head takes passes through
+            # them: they cast floating-point arguments.
+            with _forward_replaced(lm_head, loss_from_weight):
+                loss, metrics = lm_head(*chunks)
             loss = hooks.after_forward(loss)
-            return loss, metrics
+            outputs: tuple[torch.Tensor, ...] = (loss,)
+        else:
+            logits = []
+            for i, chunk in enumerate(chunks):
+                if is_last and i == len(chunks) - 1:
+                    hooks.before_last_forward()
+                logits.append(lm_head(chunk))
+            outputs = hooks.after_forward(tuple(logits))
+            loss, metrics = self.loss_fn(
+                outputs if several else outputs[0], labels, global_valid_tokens, **loss_inputs
+            )
 
-        logits = []
-        for i, chunk in enumerate(chunks):
-            if is_last and i == len(chunks) - 1:
-                hooks.before_last_forward()
-            logits.append(lm_head(chunk))
-        outputs = hooks.after_forward(tuple(logits))
-        loss, metrics = self.loss_fn(
-            outputs if several else outputs[0], labels, global_valid_tokens, **loss_inputs
-        )
-        return loss, metrics
+        if run_backward:
+            with spmd.no_typecheck():
+                if loss.requires_grad:
+                    loss.backward()
+                else:
+                    # A constant, as some losses give for ignored labels only. All ranks must run
+                    # the same backwards, or their collectives differ.
+                    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+        return loss.detach(), metrics
 
 
 class _SequenceGradient:
@@ -324,27 +351,27 @@ class _SequenceGradient:
     def append(self, chunk: torch.Tensor) -> None:
         """Take the next chunk's ``.grad`` and clear it."""
         gradient, chunk.grad = chunk.grad, None
+        start, self._length = self._length, self._length + _local_length(chunk)
         if gradient is None:
-            raise RuntimeError(
-                "the inner loss does not depend on the hidden states; it must use every "
-                "prediction it is given"
-            )
+            return  # several predictions, and the loss of this chunk does not use this one
         if isinstance(gradient, DTensor):
-            if self._length and gradient.placements != self._placements:
+            if self._placements not in (None, gradient.placements):
                 raise RuntimeError(
                     f"chunk gradients have placements {gradient.placements} after "
                     f"{self._placements}; the head must treat every chunk alike"
                 )
             self._placements = gradient.placements
             gradient = gradient.to_local()
-        length = gradient.shape[_SEQUENCE_DIM]
-        self._buffer.narrow(_SEQUENCE_DIM, self._length, length).copy_(gradient)
-        self._length += length
+        self._buffer.narrow(_SEQUENCE_DIM, start, gradient.shape[_SEQUENCE_DIM]).copy_(gradient)
 
     def result(self) -> torch.Tensor:
         if not isinstance(self._reference, DTensor):
             return self._buffer
-        return DTensor.from_local(self._buffer, self._reference.device_mesh, self._placements)
+        return DTensor.from_local(
+            self._buffer,
+            self._reference.device_mesh,
+            self._placements or self._reference.placements,
+        )
 
 
 class _CarryGradients(torch.autograd.Function):
@@ -368,22 +395,50 @@ def _check_aligned(hiddens: Sequence[torch.Tensor], labels: Sequence[torch.Tenso
             "pass one of each, or tuples of the same, non-zero length"
         )
     for i, (hidden, label) in enumerate(zip(hiddens, labels, strict=True)):
-        if hidden.ndim != 3 or label.shape[:2] != hidden.shape[:2]:
+        if hidden.ndim != 3 or not _same_sizes(label.shape[:2], hidden.shape[:2]):
             raise ValueError(
                 f"prediction {i} has shape {tuple(hidden.shape)} and its labels "
                 f"{tuple(label.shape)}; expected hidden states [B, L, D] and labels [B, L]. If the "
                 "model returns logits of another length, set model._skip_lm_head = True"
             )
-        if hidden.shape[1] != hiddens[0].shape[1]:
+        if not _same_sizes(hidden.shape[:2], hiddens[0].shape[:2]):
             raise ValueError(
-                f"prediction {i} has {hidden.shape[1]} tokens and prediction 0 has "
-                f"{hiddens[0].shape[1]}; all predictions are split alike and need one length"
+                f"prediction {i} has shape {tuple(hidden.shape)} and prediction 0 has "
+                f"{tuple(hiddens[0].shape)}; all predictions are split alike and need one length"
             )
         if torch.is_grad_enabled() and hidden.requires_grad != hiddens[0].requires_grad:
             raise ValueError(
                 f"prediction {i} has requires_grad={hidden.requires_grad} and prediction 0 has "
                 f"requires_grad={hiddens[0].requires_grad}; run the loss once for each kind"
             )
+
+
+def _check_loss_inputs(hidden: torch.Tensor, loss_inputs: dict[str, Any]) -> None:
+    length = _local_length(hidden)
+    for key, value in loss_inputs.items():
+        # Of any size in dim 0, which may be broadcast. A rank's own part may be a plain tensor.
+        if isinstance(value, torch.Tensor) and not (
+            value.ndim > 1 and _same_sizes([_local_length(value)], [length])
+        ):
+            raise ValueError(
+                f"loss input '{key}' has shape {tuple(value.shape)} and the hidden states "
+                f"{tuple(hidden.shape)}; expected [B, L, ...], which is split along L. Pass what "
+                "is not per token as something other than a tensor"
+            )
+
+
+def _same_sizes(sizes: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether the sizes are the same.
+
+    Symbolic ones of unknown value are taken to be, which the traced graph asserts.
+    """
+    if len(sizes) != len(expected):
+        return False
+    for size, other in zip(sizes, expected, strict=True):
+        if not guard_or_true(size == other):
+            return False
+        torch._check(size == other)
+    return True
 
 
 def _local_length(tensor: torch.Tensor) -> int:
