@@ -588,6 +588,53 @@ class TestPipelines:
             self.assertLessEqual(gathers, expected * every)
             self.assertGreaterEqual(gathers, pipeline.num_groups)
 
+    @parametrize("schedule", list(SINGLE))
+    def test_the_difference_to_the_stock_wrapper_is_summation_order(self, schedule) -> None:
+        """Both gradients of the head, bit for bit, from the same parts summed in two orders."""
+        for stock in (True, False):
+            pipeline = self.pipeline(
+                schedule,
+                pp=2,
+                num_layers=4,
+                loss_fn=s.make_stock_loss() if stock else None,
+            )
+            pipeline.step(pipeline.batches(0)[0])  # with the probe
+            for part in pipeline.parts:
+                part.zero_grad()
+            batches = pipeline.batches(1)[0]
+            calls: list = []
+            loss_fn = pipeline.loss_fn
+
+            def recording(hidden, labels, *args, calls=calls, loss_fn=loss_fn, **kwargs):
+                calls.append((hidden.detach().clone(), labels))
+                return loss_fn(hidden, labels, *args, **kwargs)
+
+            pipeline.loss_fn = recording
+            if pipeline.has_last:
+                head = nn.Linear(s.DIM, s.VOCAB, bias=False, device=self.device)
+                with torch.no_grad():
+                    head.weight.copy_(s.full(pipeline.parts[0].lm_head.weight))
+            pipeline.step(batches)
+            if not pipeline.has_last:
+                continue
+            weight = pipeline.parts[0].lm_head.weight
+            shard = torch.empty_like(weight.grad.to_local())
+            group = weight.device_mesh.get_group()
+            reduced = torch.zeros_like(shard)
+            for hidden, labels in calls:
+                for h, y in zip(
+                    hidden.chunk(s.NUM_CHUNKS, 1), labels.chunk(s.NUM_CHUNKS, 1), strict=True
+                ):
+                    loss, _ = loss_fn.loss_fn(head(h.contiguous()), y, s.num_valid(batches))
+                    loss.backward()
+                if stock:  # a reduction each microbatch, summed after it
+                    dist.reduce_scatter_tensor(shard, head.weight.grad, group=group)
+                    reduced += shard
+                    head.weight.grad = None
+            if not stock:  # summed before one reduction
+                dist.reduce_scatter_tensor(reduced, head.weight.grad, group=group)
+            self.assertTrue(torch.equal(reduced, weight.grad.to_local()), f"{stock=}")
+
     @parametrize("schedule", [subtest(n, name=n) for n in (*SINGLE, "Interleaved1F1B")])
     def test_two_ranks_of_stages_evaluate(self, schedule) -> None:
         case = Case()

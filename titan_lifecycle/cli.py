@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan_lifecycle import __version__
 from titan_lifecycle.errors import JobError
@@ -20,8 +21,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, description in (
         ("train", "Train; starts the ranks, unless torchrun or srun has."),
         ("config", "Print the merged config and where each value comes from; check it."),
+        ("report", "Train twice, with torchtitan's lifecycle and with this one, and compare."),
     ):
         command = commands.add_parser(name, help=description, description=description)
+        if name == "report":
+            command.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
         command.add_argument("job", help=_JOB_HELP)
         command.add_argument("overrides", nargs=argparse.REMAINDER, help=_OVERRIDES_HELP)
     commands.add_parser("jobs", help="List the jobs this package ships.")
@@ -38,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(sorted(job.shipped_jobs())))
             return 0
         path = job.resolve_job(args.job)
+        if args.command == "report":
+            # Not above: as a rank, this process settles its device before torchtitan is imported.
+            from titan_lifecycle import report
+
+            return report.report(str(path), args.overrides, args.json)
         if args.command == "train":
             return launch.train(str(path), args.overrides)
         print(job.render(worker.load(job.read_header(path), args.overrides)))

@@ -22,6 +22,7 @@ from titan_lifecycle.job import (
     resolve_job,
     shipped_jobs,
 )
+from titan_lifecycle.worker import plugin_config
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -47,7 +48,10 @@ def _load(path: Path) -> Trainer.Config:
             f"{path}: torchtitan's own entry point cannot run on the CPU; "
             f"run: titan-lifecycle train {path}"
         )
-    job = load_job(header)
+    from titan_lifecycle import data  # it imports torchtitan, for which the device is settled
+
+    data.register()
+    job = load_job(header, transform=plugin_config)
     if "WORLD_SIZE" in os.environ:
         check_world_size(job, int(os.environ["WORLD_SIZE"]))
     return job.config

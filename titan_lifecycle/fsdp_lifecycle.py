@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -84,14 +84,17 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "_module_fqn",
         "_partial_reduce_output",
         "_post_backward_pending",
+        "_to_unsharded",
         "all_reduce_grads",
         "fsdp_params",
+        "is_unsharded",
         "mesh_info",
+        "post_backward",
         "post_forward_mesh_info",
         "reduce_grads",
         "reshard_after_backward",
     ),
-    FSDPParam: ("_orig_size", "mp_policy", "sharded_param"),
+    FSDPParam: ("_orig_size", "_unsharded_param", "mp_policy", "sharded_param"),
 }
 
 
@@ -504,6 +507,75 @@ def unsharded_gradient_bytes(models: Iterable[nn.Module]) -> dict[str, int]:
                     for p in trainable
                 )
     return sizes
+
+
+class ResidencyMonitor:
+    """While entered, keeps the peak bytes of gathered weights and of unsharded gradients.
+
+    Read from the groups' real tensors on this rank, whenever a group has been gathered and
+    whenever one is about to be reduced or to keep its gradients: the moments at which either is
+    largest. For measurements; it looks at every group each time.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._groups = _all_groups(models)
+        self.reset()
+
+    def reset(self) -> None:
+        self.peak_weight_bytes = 0
+        self.peak_gradient_bytes = 0
+
+    def sample(self) -> None:
+        self.peak_weight_bytes = max(self.peak_weight_bytes, self.weight_bytes())
+        self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes())
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are gathered now."""
+        return sum(
+            parameter.nbytes
+            for group in self._groups
+            if group.is_unsharded
+            for parameter in _unsharded_parameters(group)
+        )
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the unsharded gradients that exist now."""
+        return sum(
+            parameter.grad.nbytes
+            for group in self._groups
+            for parameter in _unsharded_parameters(group)
+            if parameter.grad is not None
+        )
+
+    def __enter__(self) -> ResidencyMonitor:
+        for group in self._groups:
+            # On the instance, so that leaving it is a deletion.
+            group._to_unsharded = self._then_sample(group._to_unsharded)  # type: ignore[method-assign]
+            group.post_backward = self._sample_then(group.post_backward)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for group in self._groups:
+            del group._to_unsharded, group.post_backward
+
+    def _then_sample(self, method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            method(*args)
+            self.sample()
+
+        return call
+
+    def _sample_then(self, method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self.sample()
+            method(*args)
+
+        return call
+
+
+def _unsharded_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
+    # Absent until the group has been gathered once.
+    return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
 def _all_groups(models: Iterable[nn.Module]) -> list[FSDPParamGroup]:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,11 @@ from torchtitan.trainer import Trainer
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
 from titan_lifecycle.collectives import CollectiveCounter
 from titan_lifecycle.fsdp_lifecycle import unsharded_gradient_bytes
+from titan_lifecycle.measurements import StepMeasurements
+from titan_lifecycle.overrides import lifecycle_loss
 from titan_lifecycle.pipeline import register_metadata_inference_cleanup
 
-__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config", "lifecycle_loss"]
+__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +52,10 @@ class LifecycleConfig:
     retain_weights: bool = False
     """Keep weights gathered from the first microbatch's forward to the last one's backward: one
     all-gather a group and step, for the memory of the whole unsharded model."""
+
+    report_file: str | None = None
+    """Measure memory and time too, and write them here at the end, as JSON, from the rank that
+    has the loss. Used by ``titan-lifecycle report``."""
 
 
 class LifecycleTrainer(Trainer):
@@ -75,15 +82,19 @@ class LifecycleTrainer(Trainer):
         self._collectives = CollectiveCounter(self.model_parts)
         if config.lifecycle.enabled and self.parallel_dims.pp_enabled:
             register_metadata_inference_cleanup(self.pp_schedule)
-        if config.lifecycle.retain_weights:
+        if config.lifecycle.retain_weights and self.parallel_dims.fsdp_enabled:
             for root in self._roots:
                 root.set_reshard_after_forward(False)
+        self._measurements = (
+            StepMeasurements(self.model_parts) if config.lifecycle.report_file else None
+        )
         self._log_cost()
 
     def train_step(self, data_iterator: Any) -> None:
         self._microbatch = 0
         self._collectives.reset()
-        super().train_step(data_iterator)
+        with self._measurements or nullcontext():
+            super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
             self.metrics_processor.logger.log(self._collective_metrics(), self.step)
 
@@ -98,10 +109,20 @@ class LifecycleTrainer(Trainer):
     def train(self) -> None:
         super().train()
         self._add_summary_rows()
+        if self._measurements is not None and self.metrics_processor.reports_loss:
+            self._measurements.write(
+                Path(self.config.lifecycle.report_file or ""),
+                collectives=self._collectives.counts,
+                tokens_per_step=self.ntokens_seen // self.step,
+            )
 
     @contextmanager
     def _microbatch_policy(self, is_last: bool) -> Iterator[None]:
-        """What FSDP does at the end of this microbatch's backward."""
+        """What FSDP does at the end of this microbatch's backward.
+
+        ``set_is_last_backward`` is left alone: with nothing reduced there is nothing to wait for,
+        and without that end the next microbatch's prefetch would follow this one's order.
+        """
         lifecycle = self.config.lifecycle
         try:
             for root in self._roots:
@@ -113,10 +134,12 @@ class LifecycleTrainer(Trainer):
                     root.set_reshard_after_backward(False)
             yield
         finally:
-            # The trainer owns these policies: between microbatches they are FSDP's defaults.
+            # The trainer owns what it set: between microbatches that is FSDP's default.
             for root in self._roots:
-                root.set_requires_gradient_sync(True)
-                root.set_reshard_after_backward(True)
+                if lifecycle.gradient_reduction != "every_microbatch":
+                    root.set_requires_gradient_sync(True)
+                if lifecycle.retain_weights:
+                    root.set_reshard_after_backward(True)
         if lifecycle.retain_weights and is_last:
             # The optimizer updates the shards: gathered weights would be stale.
             for root in self._roots:
@@ -193,19 +216,6 @@ def lifecycle_config(config: Trainer.Config, **lifecycle: Any) -> LifecycleTrain
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
     values["loss"] = lifecycle_loss(config.loss)
     return LifecycleTrainer.Config(**values, lifecycle=LifecycleConfig(**lifecycle))
-
-
-def lifecycle_loss(loss: Any) -> Any:
-    """``loss`` with torchtitan's ``ChunkedLossWrapper.Config`` replaced; any other as it is.
-
-    The match is exact: GraphTrainer's subclass owns its parameter gradients and must stay.
-    """
-    if type(loss) is not ChunkedLossWrapper.Config:
-        return loss
-    default = ChunkedLossWrapper.Config().num_chunks
-    # The default stays unset, so that chunk_tokens can be set in its place.
-    num_chunks = None if loss.num_chunks == default else loss.num_chunks
-    return derive(loss, LifecycleChunkedLoss.Config, num_chunks=num_chunks)
 
 
 def _loss_for(config: LifecycleTrainer.Config) -> Any:

@@ -85,9 +85,6 @@ def main(argv: list[str]) -> int:
 def load(header: JobHeader, overrides: list[str]) -> Job:
     """The job as it is trained here, with what its device and this package add to it."""
     on_cpu = cpu_backend.resolve_device(header.device) == "cpu"
-    # After the device is settled: it imports torchtitan.
-    from titan_lifecycle import metrics
-
     # torchtitan's configs log warnings, and the trainer repeats them once its logger is set up.
     logging.getLogger().addHandler(logging.NullHandler())
 
@@ -95,8 +92,25 @@ def load(header: JobHeader, overrides: list[str]) -> Job:
         header,
         overrides,
         device_defaults=cpu_backend.device_defaults() if on_cpu else None,
-        transform=metrics.use_summary,
+        transform=plugin_config,
     )
+
+
+def plugin_config(config: "Trainer.Config") -> "Trainer.Config":
+    """The registry's config with what this package adds: ``[lifecycle]``, and a summary.
+
+    Other trainers than torchtitan's own (Flux, GraphTrainer, ...) are left as they are: they have
+    no ``[lifecycle]`` section.
+    """
+    # Here, after the device is settled: torchtitan picks its device when it is imported.
+    from torchtitan.trainer import Trainer
+
+    from titan_lifecycle import metrics
+    from titan_lifecycle.trainer import lifecycle_config
+
+    if type(config) is Trainer.Config:
+        config = lifecycle_config(config)
+    return metrics.use_summary(config)
 
 
 def _run(path: str, overrides: list[str]) -> None:

@@ -1,0 +1,83 @@
+"""What an optimizer step costs on one rank: collectives, memory and time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.nn as nn
+
+from titan_lifecycle.collectives import CollectiveCounts
+from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor
+
+__all__ = ["StepCost", "StepMeasurements"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The cost of one optimizer step on one rank.
+
+    Collectives are those of the last step; seconds are the median over all steps but the first,
+    which warms up; peaks are over all steps but the first.
+    """
+
+    num_steps: int
+    step_seconds: float
+    tokens_per_second: float
+    """Of this rank's data-parallel rank."""
+    calls: dict[str, int]
+    num_bytes: dict[str, int]
+    peak_gathered_weight_bytes: int
+    peak_unsharded_gradient_bytes: int
+    peak_memory_bytes: int
+    """Peak resident set of the process on the CPU, peak reserved memory on a device."""
+
+    @classmethod
+    def read(cls, path: Path) -> StepCost:
+        return cls(**json.loads(path.read_text()))
+
+
+class StepMeasurements:
+    """Enter it around each optimizer step; write the result at the end."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self._residency = ResidencyMonitor(models)
+        self._seconds: list[float] = []
+        self._started = 0.0
+        self._peak_memory_bytes = 0
+
+    def __enter__(self) -> None:
+        self._residency.__enter__()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._seconds.append(time.perf_counter() - self._started)
+        self._residency.__exit__(*exc_info)
+        if len(self._seconds) == 1:
+            self._residency.reset()
+        else:
+            # Here: torchtitan picks its device when it is imported.
+            from torchtitan.tools.utils import device_module
+
+            # torchtitan resets the peak when it logs a step: take the largest.
+            peak = device_module.memory_stats().get("reserved_bytes.all.peak", 0)
+            self._peak_memory_bytes = max(self._peak_memory_bytes, peak)
+
+    def write(self, path: Path, *, collectives: CollectiveCounts, tokens_per_step: int) -> StepCost:
+        step_seconds = statistics.median(self._seconds[1:] or self._seconds)
+        cost = StepCost(
+            num_steps=len(self._seconds),
+            step_seconds=step_seconds,
+            tokens_per_second=tokens_per_step / step_seconds,
+            calls=dict(collectives.calls),
+            num_bytes=dict(collectives.num_bytes),
+            peak_gathered_weight_bytes=self._residency.peak_weight_bytes,
+            peak_unsharded_gradient_bytes=self._residency.peak_gradient_bytes,
+            peak_memory_bytes=self._peak_memory_bytes,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(cost), indent=2) + "\n")
+        return cost
