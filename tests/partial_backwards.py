@@ -30,6 +30,7 @@ from titan_lifecycle import (
     reset_iteration,
 )
 from titan_lifecycle.chunked_loss import LinearCrossEntropyLoss
+from titan_lifecycle.fsdp_lifecycle import preserved_policies
 
 NUM_MICROBATCHES = 3
 
@@ -69,6 +70,24 @@ def expected_reductions(case: Case, microbatch: int) -> tuple[int, int]:
     return reductions, reductions
 
 
+def expected_all_gathers(case: Case, microbatch: int) -> int:
+    """Forward gathers each group once. Backward gathers again what forward, or the scope, released.
+
+    A caller that does not end the iteration (``set_is_last_backward(False)``) makes torch prefetch
+    by the order of the microbatch before, one group too many, in flight for the next microbatch.
+    """
+    separate, tied = case.grouping == "separate", case.grouping == "tied"
+    forward = 3 + separate + (not tied)  # embedding, blocks, norm, head
+    if tied:
+        forward = 3
+    if case.freeze == "decoder" and not tied:
+        return forward
+    # Embedding and blocks; the head's group again for norm, or for the tied embedding.
+    backward = 2 + (not separate) + (not tied)
+    stale = case.accumulation != "plain" and microbatch == 1 and not tied
+    return forward + backward + stale
+
+
 class TestPartialBackwards:
     """Methods of a ``RankTest``; see ``tests.ranks.on_ranks``."""
 
@@ -95,6 +114,8 @@ class TestPartialBackwards:
     def assert_clean(self, model) -> None:
         self.assertEqual(s.unsharded_groups(model), [])
         self.assertEqual(s.leftovers(model), [])
+        if isinstance(model, FSDPModule):
+            self.assertEqual(s.unfinished_order(model), [])
 
     def assert_same(self, actual: dict, expected: dict, *, exact: bool = False) -> None:
         self.assertEqual(set(actual), set(expected))
@@ -139,6 +160,11 @@ class TestPartialBackwards:
                 self.assertEqual(
                     (counts["reduce_scatter"], counts["all_reduce"]),
                     expected_reductions(case, i),
+                    f"microbatch {i}: {dict(counts)}",
+                )
+                self.assertEqual(
+                    counts["all_gather"],
+                    expected_all_gathers(case, i),
                     f"microbatch {i}: {dict(counts)}",
                 )
             self.assert_clean(model)
@@ -276,6 +302,114 @@ class TestPartialBackwards:
         self.assertEqual(s.policies(model), before)
         reset_iteration(model)
 
+    @parametrize("grouping", ["grouped", "separate", "tied"])
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("reduction", ["compatible", "coalesced"])
+    def test_the_scope_touches_its_group_only(self, grouping, accumulation, reduction) -> None:
+        """Gathered on entry, released at the exit, and the others as they were, in each case."""
+        case = Case(grouping=grouping, accumulation=accumulation, reduction=reduction)
+        model, loss_fn = self.build(case)
+        self.step(model, loss_fn, case, 0)
+        model.zero_grad()
+        inputs = s.make_batches(1, self.world_size)[0][self.rank][0].to(self.device)
+        hidden = model(inputs).detach().requires_grad_()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        context = model._get_fsdp_state()._state_ctx
+        comm = model._get_fsdp_state()._comm_ctx
+        head = model.lm_head._get_fsdp_state()._fsdp_param_groups[0]._module_fqn
+
+        def others():
+            states = {k: v for k, v in s.sharded_states(model).items() if k != f"{head}[0]"}
+            return states, [g._module_fqn for g in comm.post_forward_order if g._module_fqn != head]
+
+        before = others()
+        s.set_accumulation(model, case, is_last=False)
+        with fsdp_partial_backwards(model.lm_head, reduction=reduction) as hooks:
+            self.assertEqual(s.sharded_states(model)[f"{head}[0]"], "UNSHARDED")
+            for i in range(3):
+                if i == 2:
+                    hooks.before_last_forward()
+                hooks.after_forward(model.lm_head(hidden)).sum().backward()
+                self.assertEqual(s.sharded_states(model)[f"{head}[0]"], "UNSHARDED")
+        self.assertEqual(s.sharded_states(model)[f"{head}[0]"], "SHARDED")
+        self.assertEqual(others(), before)
+        self.assertIsNone(context.manual_backward_finalization_active)
+        reduced = bool(model.lm_head.weight.grad is not None)
+        self.assertEqual(reduced, accumulation == "plain" and reduction == "compatible")
+        reset_iteration(model)
+        model.zero_grad()
+
+    def test_a_head_that_is_its_own_root(self) -> None:
+        """The decoder is not FSDP: no outer backward comes through the head's root."""
+        for accumulation in ("plain", "deferred"):
+            for reduction in ("compatible", "coalesced"):
+                case = Case(accumulation=accumulation, reduction=reduction)
+                model = s.make_model(case, device=self.device)
+                head = fully_shard(model.lm_head, mesh=s.make_mesh("fsdp", self.device.type))
+                head.set_gradient_divide_factor(1.0)
+                head.set_force_sum_reduction_for_comms(True)
+                loss_fn = s.make_loss(case)
+                loss_fn.set_lm_head(head)
+                head(torch.zeros(1, 1, s.DIM, device=self.device)).sum().backward()
+                head.zero_grad()
+                batches = s.make_batches(NUM_MICROBATCHES, self.world_size)
+                tokens = s.num_valid(batches).to(self.device)
+                for i, row in enumerate(batches):
+                    s.set_accumulation(head, case, is_last=i == NUM_MICROBATCHES - 1)
+                    inputs, labels = (t.to(self.device) for t in row[self.rank])
+                    loss_fn(model(inputs), labels, tokens)[0].backward()
+                reference = s.make_model(case, device=self.device)
+                _, expected = s.reference_step(
+                    reference,
+                    [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches],
+                )
+                for p in (p for n, p in model.named_parameters() if n != "lm_head.weight"):
+                    dist.all_reduce(p.grad)
+                self.assert_same(s.gradients(model), expected)
+                self.assert_clean(head)
+
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("reduction", ["compatible", "coalesced"])
+    def test_an_fsdp_group_inside_the_head(self, accumulation, reduction) -> None:
+        class Head(nn.Sequential):
+            pass
+
+        def make():
+            model = s.make_model(Case(), device=self.device)
+            torch.manual_seed(1)
+            model.lm_head = Head(
+                nn.Linear(s.DIM, s.DIM), nn.Tanh(), nn.Linear(s.DIM, s.VOCAB, bias=False)
+            ).to(self.device)
+            return model
+
+        case = Case(accumulation=accumulation, reduction=reduction)
+        mesh = s.make_mesh("fsdp", self.device.type)
+        model = make()
+        fully_shard(model.lm_head[0], mesh=mesh)
+        model = s.shard(model, mesh)
+        loss_fn = s.make_loss(case)
+        loss_fn.set_lm_head(model.lm_head)
+        self.compare(case, model, loss_fn, make())
+        model.zero_grad()
+        result, _ = self.step(model, loss_fn, case, 1)
+        if accumulation == "deferred":
+            self.assertEqual(result.total["reduce_scatter"], 5)
+
+    def test_policies_can_be_preserved_around_any_setter(self) -> None:
+        model, loss_fn = self.build(Case("hsdp"), head_reshard_after_forward=True)
+        self.step(model, loss_fn, Case("hsdp"), 0)
+        model.set_requires_all_reduce(False)
+        model.layers["0"].set_reshard_after_backward(False)
+        before = s.policies(model)
+        with preserved_policies([model]):
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_forward(False)
+            model.set_reshard_after_backward(True)
+            self.assertNotEqual(s.policies(model), before)
+        self.assertEqual(s.policies(model), before)
+
     def test_an_unset_policy_stays_unset(self) -> None:
         """The root's automatic reshard-after-forward survives a scope on the root itself."""
         head = fully_shard(nn.Linear(s.DIM, s.VOCAB).to(self.device))
@@ -334,9 +468,10 @@ class TestPartialBackwards:
             ):
                 loss, _ = loss_fn((hidden, hidden * 0.5), (labels, labels2), tokens)
             self.assertEqual(events, ["unshard", "reshard"])
-            self.assertEqual(
-                dict(collectives.counts) | {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}
-            )
+            # The decoder's forward left norm and head sharded, by policy; a norm of its own is
+            # prefetched for the outer backward.
+            gathers = 2 if grouping == "separate" else 1
+            self.assertEqual(dict(collectives.counts), {"all_gather": gathers, "reduce_scatter": 1})
             loss.backward()
             # Against full logits.
             reference = s.make_model(case, device=self.device)
@@ -683,6 +818,12 @@ class TestPartialBackwards:
             late.backward()
         with self.assertRaisesRegex(RuntimeError, "was left; call it inside"):
             hooks.before_last_forward()
+        reset_iteration(model)
+        with self.assertRaisesRegex(TypeError, "a Sequential that is not FSDP but wraps one, '0'"):
+            fsdp_partial_backwards(nn.Sequential(head)).__enter__()
+        model.norm(hidden)  # the group's forward is under way
+        with self.assertRaisesRegex(RuntimeError, rf"'{name}' while the forward .* is under way"):
+            fsdp_partial_backwards(head).__enter__()
         reset_iteration(model)
         with self.assertRaisesRegex(ValueError, "'compatible', 'coalesced', got 'both'"):
             fsdp_partial_backwards(head, reduction="both").__enter__()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -397,8 +397,9 @@ class TestPipelines:
             else:
                 self.assertTrue(torch.equal(a, b), f"{a} and {b}")
 
-    def test_gradients_before_the_probe_survive_it(self) -> None:
-        pipeline = self.pipeline("1F1B")
+    @parametrize("static", [False, True])
+    def test_gradients_before_a_switch_survive_it(self, static) -> None:
+        pipeline = self.pipeline("1F1B", static=static)
         pipeline.step(pipeline.batches(0)[0])
         before = pipeline.gradients()
         for evaluate in (True, False):  # a switch each, hence a probe
@@ -440,7 +441,7 @@ class TestPipelines:
             pipeline.step(first, tokens=tokens, finalize_gradients=False)
             if switches:
                 with self.assertRaisesRegex(
-                    RuntimeError, r"stage \d+ switches .* Finalize first: .*finalize_gradients=True"
+                    RuntimeError, r"switches between .* Finalize first: .*finalize_gradients=True"
                 ):
                     pipeline.step(other, evaluate=True)
             pipeline.step(second, tokens=tokens)
@@ -452,6 +453,64 @@ class TestPipelines:
             pipeline.step(first, tokens=tokens)
             self.assert_clean(pipeline)
         self.assert_close(results[1], results[0], exact=True)
+
+    def test_a_frozen_stage_refuses_the_switch_as_the_others_do(self) -> None:
+        """No rank may enter the probe alone."""
+        pipeline = self.pipeline("1F1B", pp=2, num_layers=4, num_microbatches=4)
+        if pipeline.has_first:
+            pipeline.parts[0].requires_grad_(False)
+        batches = pipeline.batches(0)[0]
+        pipeline.step(batches)
+        pipeline.step(batches, finalize_gradients=False)
+        with self.assertRaisesRegex(RuntimeError, "switches between training and evaluation"):
+            pipeline.step(batches, evaluate=True)
+        pipeline.step(batches)
+        pipeline.step(batches, evaluate=True)
+
+    def test_the_probe_leaves_the_policy_of_a_root_with_parameters(self) -> None:
+        """The root keeps its weights after forward, as it does without a pipeline."""
+        counts = []
+        for register in (False, True):
+            pipeline = self.pipeline("GPipe", register=False)
+            model = make_full_model(Case(), 2, self.device)
+            mesh = init_device_mesh(
+                self.device.type, (1, self.world_size), mesh_dim_names=("pp", "dp_shard")
+            )
+            for layer in model.layers.values():
+                fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=False)
+            fully_shard(model, mesh=mesh["dp_shard"])  # owns embedding, norm and head
+            stage = PipelineStage(model, 0, 1, self.device, group=mesh.get_group("pp"))
+            pipeline.stages[0] = stage
+            pipeline.loss_fn.set_lm_head(model.lm_head)
+            pipeline.schedule = ScheduleGPipe(
+                stage,
+                n_microbatches=NUM_MICROBATCHES,
+                loss_fn=lambda *a, p=pipeline, **k: p.loss_fn(*a, **k)[0],
+                scale_grads=False,
+            )
+            if register:
+                register_metadata_inference_cleanup(pipeline.schedule)
+            pipeline.step(pipeline.batches(0)[0])
+            _, c = pipeline.step(pipeline.batches(1)[0])
+            counts.append(c["all_gather"])
+        self.assertEqual(counts[0], counts[1])
+
+    @parametrize("schedule", list(SINGLE))
+    def test_an_unregistered_stage_still_trains(self, schedule) -> None:
+        """As with the override alone: the probe's inner backward must not latch its mode."""
+        case = Case()
+        pipeline = self.pipeline(schedule, case, register=False)
+        self.train_against_reference(pipeline, case, every=1)
+
+    def test_a_reset_while_a_reduction_is_pending(self) -> None:
+        pipeline = self.pipeline("1F1B")
+        pipeline.step(pipeline.batches(0)[0])
+        pipeline.parts[0].zero_grad()
+        pipeline.step(pipeline.batches(1)[0], finalize_gradients=False)
+        pipeline.stages[0].start_gradient_reduction()
+        reset_iteration(pipeline.schedule)
+        self.assert_clean(pipeline)
+        pipeline.step(pipeline.batches(2)[0])
 
     def test_registration_is_idempotent_and_checks_its_target(self) -> None:
         pipeline = self.pipeline("GPipe", register=False)
@@ -621,11 +680,13 @@ class TestPipelines:
             shard = torch.empty_like(weight.grad.to_local())
             group = weight.device_mesh.get_group()
             reduced = torch.zeros_like(shard)
+            # On the device, as the step had it: a CPU scalar divides by another kernel.
+            tokens = s.num_valid(batches).to(self.device)
             for hidden, labels in calls:
                 for h, y in zip(
                     hidden.chunk(s.NUM_CHUNKS, 1), labels.chunk(s.NUM_CHUNKS, 1), strict=True
                 ):
-                    loss, _ = loss_fn.loss_fn(head(h.contiguous()), y, s.num_valid(batches))
+                    loss, _ = loss_fn.loss_fn(head(h.contiguous()), y, tokens)
                     loss.backward()
                 if stock:  # a reduction each microbatch, summed after it
                     dist.reduce_scatter_tensor(shard, head.weight.grad, group=group)

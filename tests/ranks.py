@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import unittest
 import warnings
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import instantiate_parametrized_tests
 
@@ -38,6 +42,80 @@ class GlooTest(RankTest):
     @classmethod
     def device_type(cls) -> str:
         return "cpu"
+
+
+class NcclTest(RankTest):
+    """One GPU a rank, with NCCL or RCCL; skipped on a machine with fewer GPUs than ranks.
+
+    Under torchrun its processes are the ranks; otherwise each class starts its own.
+    """
+
+    world_size = 4
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "cpu:gloo,cuda:nccl"  # Gloo for what is offloaded to the CPU
+
+    @classmethod
+    def device_type(cls) -> str:
+        return "cuda"
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        if (num_gpus := torch.cuda.device_count()) < cls.world_size:
+            raise unittest.SkipTest(
+                f"needs {cls.world_size} GPUs, one a rank; this machine has {num_gpus}"
+            )
+        if not dist.is_torchelastic_launched():
+            return
+        if (num_ranks := int(os.environ["WORLD_SIZE"])) != cls.world_size:
+            raise unittest.SkipTest(f"needs {cls.world_size} ranks; torchrun started {num_ranks}")
+        cls.rank = int(os.environ["RANK"])
+        if not dist.is_initialized():
+            cls._set_device(cls.rank)
+            dist.init_process_group(cls.backend_str(), timeout=cls.timeout)
+            atexit.register(dist.destroy_process_group)
+
+    def setUp(self) -> None:
+        if dist.is_torchelastic_launched():
+            super(MultiProcContinuousTest, self).setUp()  # without starting ranks
+        else:
+            super().setUp()
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        if dist.is_torchelastic_launched():
+            self._release()
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
+        cls._set_device(rank)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    @classmethod
+    def _run_test_given_id(cls, test_id: str, **kwargs: object) -> None:
+        super()._run_test_given_id(test_id, **kwargs)
+        cls._release()
+
+    @staticmethod
+    def _set_device(rank: int) -> None:
+        # Not left to the first mesh: it respects whatever device a tensor was put on before.
+        torch.cuda.set_device(rank)
+        # Tests compare bits. cuBLAS reproduces them across streams with a fixed workspace only,
+        # and a switch that reduces (NVLS) adds in no fixed order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+    @staticmethod
+    def _release() -> None:
+        """Destroy the test's process groups: every mesh made communicators, on the device."""
+        gc.collect()
+        torch.cuda.synchronize()
+        # A dict: in order of creation, the same on every rank of a group.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def on_ranks(tests: type, ranks: type[RankTest], *, module: str) -> type:

@@ -287,6 +287,13 @@ def leftovers(model: nn.Module) -> list[str]:
             found.append(f"{name}: modules_to_run_forward")
         if state._state_ctx.iter_forward_root is not None:
             found.append(f"{name}: iter_forward_root")
+        context, comm = state._state_ctx, state._comm_ctx
+        if context.post_backward_final_callback_queued:
+            found.append(f"{name}: final callback queued")
+        if context.manual_backward_finalization_active is not None:
+            found.append(f"{name}: finalization mode latched")
+        if comm._last_post_reduce_events or comm.reduce_scatter_states:
+            found.append(f"{name}: reduction not waited for")
         if state._training_state.name != "IDLE":
             found.append(f"{name}: state {state._training_state.name}")
         for group in state._fsdp_param_groups:
@@ -298,6 +305,16 @@ def leftovers(model: nn.Module) -> list[str]:
                 found.append(f"{name}: partial reduce output")
             if group._post_backward_pending:
                 found.append(f"{name}: post-backward pending")
+    return found
+
+
+def unfinished_order(model: nn.Module) -> list[str]:
+    """What the end of an iteration clears and an evaluation, having no backward, does not."""
+    found = [g._module_fqn for g in model._get_fsdp_state()._comm_ctx.post_forward_order]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found += [f"{group._module_fqn}: {i}" for i in group._post_forward_indices]
     return found
 
 

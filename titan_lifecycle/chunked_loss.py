@@ -26,6 +26,7 @@ from torchtitan.components.loss import (
     CrossEntropyLoss,
 )
 from torchtitan.config import CompileConfig
+from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from titan_lifecycle.fsdp_lifecycle import PartialBackwardHooks, fsdp_partial_backwards
@@ -49,9 +50,9 @@ class HeadWeightLoss(BaseLoss):
 class LinearCrossEntropyLoss(HeadWeightLoss):
     """Cross-entropy from the head's weight, with torch's ``linear_cross_entropy``.
 
-    Logits of a chunk are never materialized whole. Sum reduction over valid tokens, divided by
-    ``global_valid_tokens``, as torchtitan's ``CrossEntropyLoss``. The weight must be a plain
-    tensor: not for a vocabulary-parallel head.
+    It runs without ``options``: torch's reference path, which materializes the logits of a chunk
+    and spares copies of them. Sum reduction over valid tokens, divided by ``global_valid_tokens``,
+    as torchtitan's ``CrossEntropyLoss``. A vocabulary-parallel head is refused.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -174,6 +175,8 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
                 "LifecycleChunkedLoss has no head; call set_lm_head(model.lm_head) before the "
                 "first loss, and let the model return hidden states (model._skip_lm_head = True)"
             )
+        if isinstance(self.loss_fn, HeadWeightLoss):
+            _check_head_is_linear(lm_head, self.loss_fn)
         several = not isinstance(pred, torch.Tensor)
         hiddens = (pred,) if isinstance(pred, torch.Tensor) else tuple(pred)
         targets = (labels,) if isinstance(labels, torch.Tensor) else tuple(labels)
@@ -439,6 +442,27 @@ def _same_sizes(sizes: Sequence[int], expected: Sequence[int]) -> bool:
             return False
         torch._check(size == other)
     return True
+
+
+def _check_head_is_linear(lm_head: nn.Module, loss_fn: HeadWeightLoss) -> None:
+    """A loss that takes the weight instead of logits replaces the head's own forward."""
+    extra = sorted({name for name, _ in lm_head.named_parameters()} - {"weight", "bias"})
+    if extra or type(lm_head).forward is not nn.Linear.forward or "forward" in vars(lm_head):
+        raise TypeError(
+            f"{type(loss_fn).__name__} takes the head's weight in place of logits, and a "
+            f"{type(lm_head).__name__} is not just that"
+            + (f": it also has {', '.join(extra)}" if extra else "")
+            + "; use a loss on logits, as CrossEntropyLoss, or a plain linear head"
+        )
+    vocabulary_parallel = isinstance(lm_head.weight, DTensor) and any(
+        dim_name == "tp" for dim_name in lm_head.weight.device_mesh.mesh_dim_names or ()
+    )
+    if vocabulary_parallel or (get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1):
+        raise TypeError(
+            f"{type(loss_fn).__name__} needs the whole vocabulary on each rank, and the head is "
+            "split over the TP axis; use a loss on logits, as CrossEntropyLoss, or "
+            "parallelism.tensor_parallel_degree = 1"
+        )
 
 
 def _local_length(tensor: torch.Tensor) -> int:

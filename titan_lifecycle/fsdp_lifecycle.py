@@ -17,7 +17,10 @@ them, or none, should be taken for the end. Three means do it, each by value and
    unsharded parameters, in the reduce dtype, and the weights are gathered once.
 3. At the end of the scope the final callback runs once more, by hand, if and only if this scope
    owns the head's reduction (the table in :func:`fsdp_partial_backwards`). Running it at the exit
-   and not in the last pass makes one reduction of several forwards that share one backward.
+   and not in the last pass makes one reduction of several forwards that share one backward. It
+   orders itself after the current stream: run the inner backwards on the stream that leaves the
+   scope. After a partial grouped backward torch also makes that stream wait for the reduction, as
+   the next chunk's kernels were seen to reuse its memory on ROCm; here no chunk follows it.
 
 A grouped ``fully_shard([norm, lm_head])`` adds one gap: its post-forward runs when every member
 has run, which a loop over ``lm_head`` never reaches. :func:`complete_fsdp_grouped_forward` closes
@@ -36,17 +39,26 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed import _spmd_no_typecheck
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.profiler import record_function
+
+try:
+    from torch.distributed import _spmd_no_typecheck
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+except ImportError as error:
+    raise ImportError(
+        f"titan_lifecycle does not know the FSDP2 of torch {torch.__version__}: {error}. Supported "
+        "are torch 2.15 and 2.16; install one of them, or a titan_lifecycle release that supports "
+        "this torch."
+    ) from error
 
 __all__ = [
     "PartialBackwardHooks",
@@ -66,6 +78,7 @@ _SUPPORTED_TORCH = "2.15 and 2.16"
 _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     FSDPModule: ("_get_fsdp_state",),
     FSDPState: (
+        "_auto_reshard_after_forward",
         "_fsdp_param_groups",
         "_is_root",
         "_modules_to_run_forward",
@@ -80,7 +93,6 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "manual_backward_finalization_active",
     ),
     FSDPParamGroup: (
-        "_is_hsdp",
         "_module_fqn",
         "_partial_reduce_output",
         "_post_backward_pending",
@@ -328,6 +340,7 @@ def fsdp_partial_backwards(
             f"got {reduction!r}"
         )
     if not isinstance(module, FSDPModule):
+        _check_no_fsdp_inside(module)
         yield PartialBackwardHooks()
         return
 
@@ -344,27 +357,37 @@ def fsdp_partial_backwards(
             "scope first, or run all passes in it"
         )
 
+    if state._modules_to_run_forward:
+        raise RuntimeError(
+            f"fsdp_partial_backwards on '{name}' while the forward of its FSDP group is under way: "
+            "call the loss after the model's forward has returned, not inside of it"
+        )
     context = state._state_ctx
+    units = _units(module)
+    groups = [group for unit in units for group in _groups(unit)]
     if run_backward and _is_manually_finalized(context):
-        _check_no_partial_reduction(module, name)
+        _check_no_partial_reduction(groups, name)
 
     # See [Note: Partial backwards and FSDP finalization].
     all_states, is_last_backward = context.all_states, context.is_last_backward
     latched_mode = context.manual_backward_finalization_active
-    hooks = _FSDPHooks(module, _groups(module), name, run_backward=run_backward)
+    # A head that is its own root: what comes before it is not FSDP, or has another root.
+    outer_backward_follows = outer_backward_follows and not state._is_root
+    hooks = _FSDPHooks(module, groups, name, run_backward=run_backward)
     # Decided on entry: the inner passes leave pending gradients of their own. Flags, not tensors,
     # so that every rank decides alike.
     reduces_here = not outer_backward_follows or (
         reduction == "compatible"
         and all(policy.reduce_grads for _, policy in hooks.policies)
-        and not _has_pending_gradients(module)
+        and not _pending(groups)
     )
-    _states_in_scope.add(state)
     try:
+        _states_in_scope.add(state)
         # Before the policy changes: a group resharded to a smaller mesh is gathered over that one.
         with record_function(f"lifecycle::unshard ({name})"), _spmd_no_typecheck():
-            module.unshard()
-        context.all_states = [state]
+            for unit in units:
+                unit.unshard()
+        context.all_states = [unit._get_fsdp_state() for unit in units]
         module.set_is_last_backward(False)
         for group, _ in hooks.policies:
             group.reduce_grads = False
@@ -383,7 +406,8 @@ def fsdp_partial_backwards(
                 state._root_post_backward_final_callback()
         elif any(policy.reshard_after_backward for _, policy in hooks.policies):
             with record_function(f"lifecycle::reshard ({name})"), _spmd_no_typecheck():
-                module.reshard()
+                for unit in units:
+                    unit.reshard()
     finally:
         hooks.close()
         hooks.restore_policies()
@@ -439,54 +463,76 @@ def reset_root(module: nn.Module) -> None:
 
 
 class ProbeGuard:
-    """Keeps the metadata-inference probe of a pipeline stage from changing FSDP's state.
+    """Keeps the initialization of a pipeline stage from changing FSDP's state.
 
-    The probe is a real forward and backward. Created before it, this stashes the gradients and
-    lets no group reduce; :meth:`restore` after it, also when it failed, drops what it left
-    (unsharded gradients, which ``param.grad`` does not show, and iteration markers) and puts
-    gradients and policies back. Waits for pytorch/pytorch#203178.
+    torch clears ``param.grad`` when it is done, also that of a finished step. With dynamic shapes
+    it also runs a probe, a real forward and backward: created before it, this lets no group reduce,
+    and :meth:`restore` after it, also when it failed, drops the iteration state it left, unsharded
+    gradients among it. Waits for pytorch/pytorch#203178.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, runs_probe: bool) -> None:
         self._root = root
+        self._runs_probe = runs_probe
         groups = _all_groups([root])
         # While a group is gathered, the module holds its unsharded parameters and not the sharded
         # ones, which own the reduced gradients.
         sharded = [p.sharded_param for group in groups for p in group.fsdp_params]
         self._gradients = [(p, p.grad) for p in {*sharded, *root.parameters()}]
-        self._policies = [(group, GroupPolicy.capture(group)) for group in groups]
-        for parameter, _ in self._gradients:
-            parameter.grad = None
-        for group, _ in self._policies:
-            group.reduce_grads = False
+        # Not the whole policy: the root's first forward may be the probe's, and it settles whether
+        # the root reshards.
+        self._reduces = [(group, group.reduce_grads) for group in groups]
+        if runs_probe:
+            for parameter, _ in self._gradients:
+                parameter.grad = None
+            for group, _ in self._reduces:
+                group.reduce_grads = False
 
     def restore(self) -> None:
-        reset_root(self._root)
-        for group, policy in self._policies:
+        try:
+            if self._runs_probe:
+                reset_root(self._root)
+        finally:
+            for group, reduces in self._reduces:
+                group.reduce_grads = reduces
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+
+
+@contextmanager
+def preserved_policies(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore every FSDP group's policy on leaving, by value, whatever the block sets.
+
+    Reduction, all-reduce, reshard after forward (also to a mesh, also "not set by the user") and
+    after backward. Waits for pytorch/pytorch#203177.
+    """
+    policies = [(group, GroupPolicy.capture(group)) for group in _all_groups(models)]
+    states = {module._get_fsdp_state() for module in _fsdp_modules(models)}
+    automatic = [(state, state._auto_reshard_after_forward) for state in states]
+    try:
+        yield
+    finally:
+        for group, policy in policies:
             policy.restore(group)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+        for state, value in automatic:
+            state._auto_reshard_after_forward = value
 
 
 def groups_with_pending_gradients(root: nn.Module) -> list[str]:
     """FQNs of the groups whose gradients wait for a reduction, unsharded or as partial sums."""
-    return [
-        group._module_fqn or "<root>"
-        for group in _all_groups([root])
-        if group._post_backward_pending or group._partial_reduce_output is not None
-    ]
+    return [group._module_fqn or "<root>" for group in _pending(_all_groups([root]))]
 
 
 def fsdp_process_groups(models: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """The distinct process groups over which the FSDP groups in ``models`` communicate."""
-    found: dict[int, dist.ProcessGroup] = {}
+    found: list[dist.ProcessGroup | None] = []
     for group in _all_groups(models):
-        for name in ("shard_process_group", "reduce_scatter_process_group"):
-            if (pg := getattr(group.mesh_info, name, None)) is not None:
-                found[id(pg)] = pg
-        if (pg := getattr(group.mesh_info, "replicate_process_group", None)) is not None:
-            found[id(pg)] = pg
-    return list(found.values())
+        mesh_info = group.mesh_info
+        if isinstance(mesh_info, FSDPMeshInfo):
+            found += [mesh_info.shard_process_group, mesh_info.reduce_scatter_process_group]
+        if isinstance(mesh_info, DDPMeshInfo):
+            found.append(mesh_info.replicate_process_group)
+    return list({id(pg): pg for pg in found if pg is not None}.values())
 
 
 def unsharded_gradient_bytes(models: Iterable[nn.Module]) -> dict[str, int]:
@@ -580,12 +626,15 @@ def _unsharded_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
 
 def _all_groups(models: Iterable[nn.Module]) -> list[FSDPParamGroup]:
     """Every FSDP group in ``models``, once, in module order."""
-    groups: dict[int, FSDPParamGroup] = {}
+    groups = {id(group): group for module in _fsdp_modules(models) for group in _groups(module)}
+    return list(groups.values())
+
+
+def _fsdp_modules(models: Iterable[nn.Module]) -> Iterator[FSDPModule]:
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                groups.update((id(group), group) for group in _groups(module))
-    return list(groups.values())
+                yield module
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
@@ -605,11 +654,15 @@ def _is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:
     return context.manual_backward_finalization
 
 
-def _check_no_partial_reduction(module: FSDPModule, name: str) -> None:
+def _check_no_partial_reduction(groups: list[FSDPParamGroup], name: str) -> None:
     if any(
-        (group.reduce_grads and not group.all_reduce_grads and group._is_hsdp)
-        or group._partial_reduce_output is not None
-        for group in _groups(module)
+        group._partial_reduce_output is not None
+        or (
+            group.reduce_grads
+            and not group.all_reduce_grads
+            and isinstance(group.mesh_info, DDPMeshInfo)
+        )
+        for group in groups
     ):
         raise RuntimeError(
             f"HSDP with only the all-reduce deferred, set for '{name}', does not work under manual "
@@ -619,9 +672,24 @@ def _check_no_partial_reduction(module: FSDPModule, name: str) -> None:
         )
 
 
-def _has_pending_gradients(module: FSDPModule) -> bool:
-    """Whether earlier microbatches left gradients unsharded, or as HSDP partial sums."""
-    return any(
-        group._post_backward_pending or group._partial_reduce_output is not None
-        for group in _groups(module)
-    )
+def _check_no_fsdp_inside(module: nn.Module) -> None:
+    for fqn, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            raise TypeError(
+                f"fsdp_partial_backwards on a {type(module).__name__} that is not FSDP but wraps "
+                f"one, '{fqn}': pass that module, or apply fully_shard to the wrapper"
+            )
+
+
+def _units(module: FSDPModule) -> list[FSDPModule]:
+    """The FSDP modules in ``module``, itself first, one for each state."""
+    units: dict[FSDPState, FSDPModule] = {}
+    for child in cast(nn.Module, module).modules():
+        if isinstance(child, FSDPModule):
+            units.setdefault(child._get_fsdp_state(), child)
+    return list(units.values())
+
+
+def _pending(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """Groups in which earlier microbatches left gradients unsharded, or as HSDP partial sums."""
+    return [g for g in groups if g._post_backward_pending or g._partial_reduce_output is not None]

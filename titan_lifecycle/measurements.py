@@ -15,13 +15,16 @@ from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor
 
 __all__ = ["StepCost", "StepMeasurements"]
 
+_MEASURED_FOR_RESIDENCY = 1
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """The cost of one optimizer step on one rank.
 
-    Collectives are those of the last step; seconds are the median over all steps but the first,
-    which warms up; peaks are over all steps but the first.
+    Collectives are those of the last step. The first step warms up; the second gives the peaks of
+    weights and gradients, and is slowed by looking for them; seconds are the median over the
+    others, and the peak of memory is over all but the first.
     """
 
     num_steps: int
@@ -50,15 +53,15 @@ class StepMeasurements:
         self._peak_memory_bytes = 0
 
     def __enter__(self) -> None:
-        self._residency.__enter__()
+        if len(self._seconds) == _MEASURED_FOR_RESIDENCY:
+            self._residency.__enter__()
         self._started = time.perf_counter()
 
     def __exit__(self, *exc_info: object) -> None:
+        if len(self._seconds) == _MEASURED_FOR_RESIDENCY:
+            self._residency.__exit__(*exc_info)
         self._seconds.append(time.perf_counter() - self._started)
-        self._residency.__exit__(*exc_info)
-        if len(self._seconds) == 1:
-            self._residency.reset()
-        else:
+        if len(self._seconds) > 1:
             # Here: torchtitan picks its device when it is imported.
             from torchtitan.tools.utils import device_module
 
@@ -67,7 +70,13 @@ class StepMeasurements:
             self._peak_memory_bytes = max(self._peak_memory_bytes, peak)
 
     def write(self, path: Path, *, collectives: CollectiveCounts, tokens_per_step: int) -> StepCost:
-        step_seconds = statistics.median(self._seconds[1:] or self._seconds)
+        timed = self._seconds[_MEASURED_FOR_RESIDENCY + 1 :]
+        if not timed:
+            raise RuntimeError(
+                f"lifecycle.report_file needs at least {_MEASURED_FOR_RESIDENCY + 2} steps in one "
+                f"run, and this one had {len(self._seconds)}; raise training.steps"
+            )
+        step_seconds = statistics.median(timed)
         cost = StepCost(
             num_steps=len(self._seconds),
             step_seconds=step_seconds,

@@ -58,12 +58,17 @@ _RUNTIME_STATE = (
 )
 
 PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
+    _PipelineStageBase: (
+        "_gradient_reduction_handle",
+        "backward_state",
+        "dw_runner",
+    ),
     PipelineStage: (
         "_inference_mode",
         "_post_metadata_inference_cleanup",
         "_pre_metadata_inference_backup",
     ),
-    _PipelineSchedule: ("_internal_losses",),
+    _PipelineSchedule: ("_has_backward", "_internal_losses"),
     PipelineScheduleSingle: ("_stage",),
     PipelineScheduleMulti: ("_stages",),
     _PipelineScheduleRuntime: _RUNTIME_STATE,
@@ -72,11 +77,15 @@ PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
 if missing := missing_names(PRIVATE_NAMES):
     raise ImportError(
         f"titan_lifecycle does not know the pipelining of torch {torch.__version__}: it lacks "
-        f"{', '.join(missing)}"
+        f"{', '.join(missing)}. Supported are torch 2.15 and 2.16; install one of them, or a "
+        "titan_lifecycle release that supports this torch."
     )
 
 
-_registered: weakref.WeakSet[PipelineStage] = weakref.WeakSet()
+_registered: weakref.WeakSet[PipelineStage | _PipelineSchedule] = weakref.WeakSet()
+# Schedules whose last training step was not finalized. Known to every rank of the pipeline alike,
+# unlike pending gradients: a frozen stage has none.
+_unfinalized: weakref.WeakSet[_PipelineSchedule] = weakref.WeakSet()
 
 
 def register_metadata_inference_cleanup(target: PipelineStage | _PipelineSchedule) -> None:
@@ -94,10 +103,12 @@ def register_metadata_inference_cleanup(target: PipelineStage | _PipelineSchedul
         TypeError: ``target`` is neither.
 
     A probe raises ``RuntimeError``, before anything is changed, if gradients of an unfinalized
-    step are pending: it would discard them.
+    step are pending: it would discard them. Register the schedule, not single stages, for every
+    rank of a pipeline to raise alike, also one whose stages are frozen.
     """
     # Stages from a traced model are of another class and run no probe.
     stages = [stage for stage in _stages(target) if isinstance(stage, PipelineStage)]
+    schedule = target if isinstance(target, _PipelineSchedule) else None
     for stage in stages:
         if stage in _registered:
             continue
@@ -105,8 +116,10 @@ def register_metadata_inference_cleanup(target: PipelineStage | _PipelineSchedul
         if hasattr(stage, _UPSTREAM_REGISTRATION):
             register = getattr(stage, _UPSTREAM_REGISTRATION)
             register(lambda stage=stage: reset_root(stage.submod))
-        else:
-            _guard_probe(stage, stages)
+        _guard_initialization(stage, stages, schedule)
+    if schedule is not None and schedule not in _registered:
+        _registered.add(schedule)
+        _track_finalization(schedule)
 
 
 def lifecycle_pipelining_fn(pipelining_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,12 +165,15 @@ def reset_iteration(target: nn.Module | PipelineStage | _PipelineSchedule) -> No
             _reset_stage(stage)
         if isinstance(target, _PipelineSchedule):
             target._internal_losses.clear()
+            _unfinalized.discard(target)
         if isinstance(target, _PipelineScheduleRuntime):
             for name in _RUNTIME_STATE:
                 getattr(target, name).clear()
 
 
 def _reset_stage(stage: _PipelineStageBase) -> None:
+    # The root's reset waits for a reduction under way, and invalidates the stage's handle to it.
+    stage._gradient_reduction_handle = None
     reset_root(stage.submod)
     if isinstance(stage.submod, FSDPModule):
         # What the stage itself sets when it finalizes a step.
@@ -183,18 +199,20 @@ def _stages(target: _PipelineStageBase | _PipelineSchedule) -> list[_PipelineSta
     )
 
 
-def _guard_probe(stage: PipelineStage, stages: list[PipelineStage]) -> None:
-    """Run a ``ProbeGuard`` between the two methods that torch calls around the probe."""
+def _guard_initialization(
+    stage: PipelineStage, stages: list[PipelineStage], schedule: _PipelineSchedule | None
+) -> None:
+    """Run a ``ProbeGuard`` between the two methods that torch calls around the initialization."""
     backup, cleanup = stage._pre_metadata_inference_backup, stage._post_metadata_inference_cleanup
     guards: list[ProbeGuard] = []
 
     def guarded_backup() -> None:
-        if stage._inference_mode == InferenceMode.DYNAMIC:
+        runs_probe = stage._inference_mode == InferenceMode.DYNAMIC
+        if runs_probe:
             # Of all stages, before the first one is backed up: a refusal changes nothing.
-            for other in stages:
-                _check_nothing_pending(other)
-            if isinstance(stage.submod, FSDPModule):
-                guards.append(ProbeGuard(stage.submod))
+            _check_nothing_pending(stages, schedule)
+        if isinstance(stage.submod, FSDPModule):
+            guards.append(ProbeGuard(stage.submod, runs_probe=runs_probe))
         backup()
 
     def guarded_cleanup() -> None:
@@ -210,11 +228,31 @@ def _guard_probe(stage: PipelineStage, stages: list[PipelineStage]) -> None:
     stage._post_metadata_inference_cleanup = guarded_cleanup  # type: ignore[method-assign]
 
 
-def _check_nothing_pending(stage: PipelineStage) -> None:
-    if fqns := groups_with_pending_gradients(stage.submod):
+def _track_finalization(schedule: _PipelineSchedule) -> None:
+    step = schedule.step
+
+    @wraps(step)
+    def tracked_step(*args: Any, finalize_gradients: bool = True, **kwargs: Any) -> Any:
+        trains = schedule._has_backward
+        result = step(*args, finalize_gradients=finalize_gradients, **kwargs)
+        if trains:
+            (_unfinalized.discard if finalize_gradients else _unfinalized.add)(schedule)
+        return result
+
+    schedule.step = tracked_step  # type: ignore[method-assign]  # on the instance
+
+
+def _check_nothing_pending(stages: list[PipelineStage], schedule: _PipelineSchedule | None) -> None:
+    pending = [
+        f"'{fqn}' of stage {stage.stage_index}"
+        for stage in stages
+        for fqn in groups_with_pending_gradients(stage.submod)
+    ]
+    if pending or schedule in _unfinalized:
+        where = ", ".join(pending) or "other stages"
         raise RuntimeError(
-            f"pipeline stage {stage.stage_index} switches between training and evaluation, which "
-            "runs a metadata-inference probe, while gradients of an unfinalized step are pending "
-            f"in {', '.join(map(repr, fqns))}; the probe would discard them. Finalize first: run "
-            "the last step of the accumulation with finalize_gradients=True"
+            "the pipeline switches between training and evaluation, which runs a "
+            "metadata-inference probe, while gradients of an unfinalized step are pending in "
+            f"{where}; the probe would discard them. Finalize first: run the last step of the "
+            "accumulation with finalize_gradients=True"
         )

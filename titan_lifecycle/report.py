@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from titan_lifecycle.errors import JobError
 from titan_lifecycle.measurements import StepCost
 
 # torchtitan's own trainer reduces every microbatch and knows no other policy.
-_STOCK = (
+STOCK = (
     "--lifecycle.no-enabled",
     "--lifecycle.gradient-reduction",
     "every_microbatch",
@@ -51,15 +51,10 @@ def report(job: str, overrides: list[str], json_file: Path | None = None) -> int
     The figures are of the rank that has the loss: with a pipeline, the first rank of the last
     stage. ``json_file`` gets them all.
     """
-    costs: dict[str, StepCost] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, extra in (("stock", _STOCK), ("lifecycle", ())):
-            file = Path(folder, f"{name}.json")
-            print(f"running {job} ({name}) ...", file=sys.stderr, flush=True)
-            status = _train([job, *overrides, *extra, "--lifecycle.report-file", str(file)])
-            if status != 0:
-                return status
-            costs[name] = StepCost.read(file)
+    try:
+        costs = compare(job, overrides, {"stock": STOCK, "lifecycle": ()})
+    except subprocess.CalledProcessError as failed:
+        return failed.returncode
     print(table(costs))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,13 +62,32 @@ def report(job: str, overrides: list[str], json_file: Path | None = None) -> int
     return 0
 
 
-def table(costs: dict[str, StepCost]) -> str:
+def compare(
+    job: str, overrides: list[str], variants: Mapping[str, Sequence[str]]
+) -> dict[str, StepCost]:
+    """Run ``job`` once for each of ``variants``, which are further overrides by name.
+
+    Raises:
+        subprocess.CalledProcessError: A run failed; it has said why.
+    """
+    costs: dict[str, StepCost] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (name, extra) in enumerate(variants.items()):
+            file = Path(folder, f"{i}.json")
+            print(f"running {job} ({name}) ...", file=sys.stderr, flush=True)
+            _train([job, *overrides, *extra, "--lifecycle.report-file", str(file)])
+            costs[name] = StepCost.read(file)
+    return costs
+
+
+def table(costs: dict[str, StepCost], more_rows: Sequence[Sequence[str]] = ()) -> str:
     """Markdown, one column a run; rows that are zero everywhere are left out."""
     rows = [
         [name, *(form.format(value(cost)) for cost in costs.values())]
         for name, value, form in _ROWS
         if any(value(cost) for cost in costs.values())
     ]
+    rows += [list(row) for row in more_rows]
     text: str = tabulate(
         rows,
         headers=["", *costs],
@@ -84,9 +98,9 @@ def table(costs: dict[str, StepCost]) -> str:
     return text
 
 
-def _train(args: list[str]) -> int:
+def _train(args: list[str]) -> None:
     if "RANK" in os.environ:
         raise JobError("titan-lifecycle report starts its own ranks; run it without torchrun")
     # Standard output is for the table.
     command = [sys.executable, "-m", "titan_lifecycle", "train", *args]
-    return subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    subprocess.run(command, stdout=sys.stderr, check=True)

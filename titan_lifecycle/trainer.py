@@ -22,8 +22,9 @@ from torchtitan.trainer import Trainer
 
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
 from titan_lifecycle.collectives import CollectiveCounter
-from titan_lifecycle.fsdp_lifecycle import unsharded_gradient_bytes
+from titan_lifecycle.fsdp_lifecycle import preserved_policies, unsharded_gradient_bytes
 from titan_lifecycle.measurements import StepMeasurements
+from titan_lifecycle.metrics import job_loss_rank
 from titan_lifecycle.overrides import lifecycle_loss
 from titan_lifecycle.pipeline import register_metadata_inference_cleanup
 
@@ -109,11 +110,12 @@ class LifecycleTrainer(Trainer):
     def train(self) -> None:
         super().train()
         self._add_summary_rows()
-        if self._measurements is not None and self.metrics_processor.reports_loss:
+        world_size = dist.get_world_size()
+        if self._measurements and dist.get_rank() == job_loss_rank(self.config, world_size):
             self._measurements.write(
                 Path(self.config.lifecycle.report_file or ""),
                 collectives=self._collectives.counts,
-                tokens_per_step=self.ntokens_seen // self.step,
+                tokens_per_step=self.ntokens_seen // max(self.step, 1),
             )
 
     @contextmanager
@@ -124,7 +126,10 @@ class LifecycleTrainer(Trainer):
         and without that end the next microbatch's prefetch would follow this one's order.
         """
         lifecycle = self.config.lifecycle
-        try:
+        if lifecycle.gradient_reduction == "every_microbatch" and not lifecycle.retain_weights:
+            yield
+            return
+        with preserved_policies(self._roots):
             for root in self._roots:
                 if lifecycle.gradient_reduction == "last_microbatch":
                     root.set_requires_gradient_sync(is_last)
@@ -133,13 +138,6 @@ class LifecycleTrainer(Trainer):
                 if lifecycle.retain_weights:
                     root.set_reshard_after_backward(False)
             yield
-        finally:
-            # The trainer owns what it set: between microbatches that is FSDP's default.
-            for root in self._roots:
-                if lifecycle.gradient_reduction != "every_microbatch":
-                    root.set_requires_gradient_sync(True)
-                if lifecycle.retain_weights:
-                    root.set_reshard_after_backward(True)
         if lifecycle.retain_weights and is_last:
             # The optimizer updates the shards: gathered weights would be stale.
             for root in self._roots:
@@ -151,13 +149,14 @@ class LifecycleTrainer(Trainer):
     def _step_policy(self, is_last: bool) -> Iterator[None]:
         """What the pipeline's schedule does at the end of this step, one of an accumulation."""
         schedule = self.pp_schedule
+        step = schedule.step
         if self.config.lifecycle.gradient_reduction == "last_microbatch":
             # torchtitan's trainer does not pass finalize_gradients on.
-            schedule.step = partial(schedule.step, finalize_gradients=is_last)
+            schedule.step = partial(step, finalize_gradients=is_last)
         try:
             yield
         finally:
-            schedule.__dict__.pop("step", None)
+            schedule.step = step
 
     def _log_cost(self) -> None:
         lifecycle = self.config.lifecycle
@@ -247,6 +246,11 @@ def _validate(config: LifecycleTrainer.Config) -> None:
                 "only loss.num_chunks"
             )
         return
+    if lifecycle.retain_weights and parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            "lifecycle.retain_weights is for training without a pipeline; with one the schedule "
+            "keeps or releases weights, by parallelism.fsdp_reshard_after_forward"
+        )
     if lifecycle.gradient_reduction == "all_reduce_last":
         if parallelism.data_parallel_replicate_degree <= 1:
             raise ValueError(
