@@ -410,6 +410,15 @@ class TestPartialBackwards:
             self.assertNotEqual(s.policies(model), before)
         self.assertEqual(s.policies(model), before)
 
+    def test_preserving_policies_over_the_first_forward(self) -> None:
+        """There the root decides to keep its weights after forward; that must stay."""
+        model = fully_shard(nn.Linear(s.DIM, s.DIM).to(self.device))
+        with preserved_policies([model]):
+            model(torch.ones(1, s.DIM, device=self.device)).sum().backward()
+        with s.Collectives() as collectives:
+            model(torch.ones(1, s.DIM, device=self.device)).sum().backward()
+        self.assertEqual(collectives.counts["all_gather"], 1)
+
     def test_an_unset_policy_stays_unset(self) -> None:
         """The root's automatic reshard-after-forward survives a scope on the root itself."""
         head = fully_shard(nn.Linear(s.DIM, s.VOCAB).to(self.device))

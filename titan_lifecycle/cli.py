@@ -29,12 +29,21 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("job", help=_JOB_HELP)
         command.add_argument("overrides", nargs=argparse.REMAINDER, help=_OVERRIDES_HELP)
     commands.add_parser("jobs", help="List the jobs this package ships.")
+    description = "Say what is installed, whether this package fits it, and which gaps torch has."
+    doctor = commands.add_parser("doctor", help=description, description=description)
+    doctor.add_argument(
+        "--quick", action="store_true", help="do not reproduce the gaps, which takes half a minute"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # Importing torch and torchtitan takes seconds: not for --help.
+    if args.command == "doctor":
+        from titan_lifecycle import doctor
+
+        return doctor.examine(reproduce=not args.quick)
     from titan_lifecycle import job, launch, worker
 
     try:
@@ -49,7 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report.report(str(path), args.overrides, args.json)
         if args.command == "train":
             return launch.train(str(path), args.overrides)
-        print(job.render(worker.load(job.read_header(path), args.overrides)))
+        loaded = worker.load(job.read_header(path), args.overrides)
+        print(job.render(loaded))
+        lifecycle = getattr(loaded.config, "lifecycle", None)
+        if lifecycle is not None and lifecycle.gradient_reduction == "last_microbatch":
+            from titan_lifecycle import cost
+
+            print(f"# {cost.describe(str(path), args.overrides)}")
         return 0
     except JobError as error:
         print(f"titan-lifecycle: {error}", file=sys.stderr)

@@ -516,6 +516,10 @@ def preserved_policies(models: Iterable[nn.Module]) -> Iterator[None]:
             policy.restore(group)
         for state, value in automatic:
             state._auto_reshard_after_forward = value
+            if value and state._is_root:
+                # Its first forward, which may have been in the block, made it keep its weights.
+                for group in state._fsdp_param_groups:
+                    group.post_forward_mesh_info = None
 
 
 def groups_with_pending_gradients(root: nn.Module) -> list[str]:

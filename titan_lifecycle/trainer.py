@@ -22,6 +22,7 @@ from torchtitan.trainer import Trainer
 
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
 from titan_lifecycle.collectives import CollectiveCounter
+from titan_lifecycle.cost import sentence
 from titan_lifecycle.fsdp_lifecycle import preserved_policies, unsharded_gradient_bytes
 from titan_lifecycle.measurements import StepMeasurements
 from titan_lifecycle.metrics import job_loss_rank
@@ -161,12 +162,7 @@ class LifecycleTrainer(Trainer):
     def _log_cost(self) -> None:
         lifecycle = self.config.lifecycle
         if lifecycle.gradient_reduction == "last_microbatch":
-            per_group = unsharded_gradient_bytes(self.model_parts)
-            logger.info(
-                f"gradient_reduction = last_microbatch keeps {sum(per_group.values()):,} bytes of "
-                f"unsharded gradients in {len(per_group)} FSDP groups on this rank between "
-                "microbatches"
-            )
+            logger.info(sentence(unsharded_gradient_bytes(self.model_parts)))
 
     def _collective_metrics(self) -> dict[str, int]:
         counts = self._collectives.counts

@@ -1,0 +1,128 @@
+"""The plugin's configs: ``[lifecycle]``, the override, and what is refused."""
+
+import subprocess
+import sys
+
+import pytest
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.experiments.graph_trainer.chunked_loss import ChunkedLossWrapperWithParamGrads
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+from tests.cpu.conftest import CONFIGS, environment
+from titan_lifecycle import LifecycleChunkedLoss, fsdp_lifecycle
+from titan_lifecycle.trainer import LifecycleTrainer, lifecycle_config
+
+OVERRIDE = "titan_lifecycle.overrides.chunked_loss"
+
+
+def accumulating(**fields):
+    config = llama3_debugmodel()
+    config.training.disable_cuda_graphs = True
+    return lifecycle_config(config, **fields)
+
+
+def test_any_trainer_config_becomes_a_lifecycle_one():
+    config = llama3_debugmodel()
+    converted = lifecycle_config(config, reduction="coalesced")
+    assert type(converted) is LifecycleTrainer.Config
+    assert converted.lifecycle.reduction == "coalesced"
+    assert type(converted.loss) is LifecycleChunkedLoss.Config
+    assert converted.loss.loss_fn is config.loss.loss_fn
+    assert (converted.optimizer, converted.model_spec) == (config.optimizer, config.model_spec)
+    # Not changed, and another loss is left alone.
+    assert type(config.loss) is ChunkedLossWrapper.Config
+    config.loss = CrossEntropyLoss.Config()
+    assert lifecycle_config(config).loss is config.loss
+
+
+def test_another_trainer_is_refused_by_name():
+    class Other(Trainer.Config):
+        pass
+
+    with pytest.raises(TypeError, match=r"takes torchtitan's Trainer\.Config, got .*Other"):
+        lifecycle_config(Other())
+
+
+@pytest.mark.parametrize("num_chunks, kept", [(8, None), (5, 5)])
+def test_the_override_replaces_torchtitans_loss_only(num_chunks, kept):
+    config = llama3_debugmodel()
+    config.loss = ChunkedLossWrapper.Config(num_chunks=num_chunks)
+    apply_overrides(OverrideConfig(imports=[(OVERRIDE, {"reduction": "coalesced"})]), config)
+    assert type(config.loss) is LifecycleChunkedLoss.Config
+    assert (config.loss.num_chunks, config.loss.reduction) == (kept, "coalesced")
+    # GraphTrainer's subclass owns its parameter gradients.
+    config.loss = ChunkedLossWrapperWithParamGrads.Config()
+    apply_overrides(OverrideConfig(imports=[OVERRIDE]), config)
+    assert type(config.loss) is ChunkedLossWrapperWithParamGrads.Config
+
+
+def test_disabled_is_torchtitans_own_wrapper():
+    config = lifecycle_config(llama3_debugmodel(), enabled=False)
+    config.loss.num_chunks = 4
+    from titan_lifecycle.trainer import _loss_for
+
+    assert type(_loss_for(config)) is ChunkedLossWrapper.Config
+    assert _loss_for(config).num_chunks == 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"gradient_reduction": "all_reduce_last"},
+            "'all_reduce_last' needs HSDP: set parallelism.data_parallel_replicate_degree",
+        ),
+        ({"enabled": False, "retain_weights": True}, "need lifecycle.enabled = true"),
+        (
+            {"enabled": False, "gradient_reduction": "last_microbatch"},
+            "need lifecycle.enabled = true",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        accumulating(**change)
+
+
+def test_what_a_pipeline_or_a_graph_cannot_do_is_refused():
+    config = accumulating(gradient_reduction="last_microbatch")
+    config.training.disable_cuda_graphs = False
+    with pytest.raises(ValueError, match=r"set training\.disable_cuda_graphs"):
+        config.__post_init__()
+    for fields, message in (
+        ({"gradient_reduction": "all_reduce_last"}, "does not work with a pipeline"),
+        ({"retain_weights": True}, "is for training without a pipeline"),
+    ):
+        config = llama3_debugmodel()
+        config.training.disable_cuda_graphs = True
+        config.parallelism.data_parallel_replicate_degree = 2
+        config.parallelism.pipeline_parallel_degree = 2
+        with pytest.raises(ValueError, match=message):
+            lifecycle_config(config, **fields)
+    config = lifecycle_config(llama3_debugmodel(), enabled=False)
+    config.loss.chunk_tokens = 64
+    with pytest.raises(ValueError, match=r"chunk_tokens needs lifecycle\.enabled = true"):
+        config.__post_init__()
+
+
+@pytest.mark.parametrize("job, num_bytes, groups", [("llama3_fsdp_accumulate", "24,654,848", 8)])
+def test_config_states_what_deferring_costs(job, num_bytes, groups):
+    run = subprocess.run(
+        [sys.executable, "-m", "titan_lifecycle", "config", str(CONFIGS / f"{job}.toml")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    last = run.stdout.splitlines()[-1]
+    assert f"keeps {num_bytes} bytes of unsharded gradients in {groups} FSDP groups" in last
+
+
+def test_a_torch_of_another_contract_is_named(monkeypatch):
+    assert fsdp_lifecycle.missing_private_names() == []
+    monkeypatch.delattr(fsdp_lifecycle.FSDPState, "_post_forward")
+    assert fsdp_lifecycle.missing_private_names() == ["FSDPState._post_forward"]
+    with pytest.raises(ImportError, match=r"lacks FSDPState\._post_forward\. Supported are torch"):
+        fsdp_lifecycle._check_private_contract()
