@@ -191,5 +191,5 @@ def test_layers_share_a_dense_mask_as_long_as_the_block_mask_lives():
 
 
 def test_score_mod_is_refused(attention, block_mask):
-    with pytest.raises(NotImplementedError, match="has no score_mod"):
+    with pytest.raises(ValueError, match="has no score_mod"):
         attention(*inputs(), attention_masks=block_mask, score_mod=lambda s, *_: s)

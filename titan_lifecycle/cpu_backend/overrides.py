@@ -79,7 +79,7 @@ class DenseFlexAttention(FlexAttention):
         **kwargs: Any,
     ) -> torch.Tensor:
         if score_mod is not None:
-            raise NotImplementedError(
+            raise ValueError(
                 "the CPU backend's attention has no score_mod; run this model on a GPU"
             )
         mask = _dense_mask(attention_masks)
