@@ -2,11 +2,13 @@
 
 import re
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.cpu.conftest import SMALL, left_running
+from tests.cpu.conftest import SMALL, environment, left_running
 from titan_lifecycle import launch, metrics, worker
 from titan_lifecycle.errors import JobError
 
@@ -196,3 +198,26 @@ def test_the_first_host_of_a_node_list(nodelist, host):
 def test_a_node_list_that_is_none():
     with pytest.raises(JobError, match="SLURM_JOB_NODELIST = ''"):
         worker.first_host("")
+
+
+def test_a_rank_leaves_without_finalizing_the_interpreter(tmp_path):
+    """There, a thread of a process group that outlived it was seen to abort a finished rank."""
+    program = (
+        "import os, sys\n"
+        "from titan_lifecycle import worker\n"
+        "class Aborts:\n"
+        "    def __del__(self, abort=os.abort): abort()\n"
+        "kept = Aborts()\n"
+        "print('output is kept', end='')\n"
+        "sys.exit(worker.main(['missing.toml']))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (2, "output is kept")
+    assert "missing.toml" in run.stderr
