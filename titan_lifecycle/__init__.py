@@ -12,7 +12,16 @@ if TYPE_CHECKING:
         complete_fsdp_grouped_forward,
         fsdp_partial_backwards,
     )
-    from titan_lifecycle.pipeline import register_metadata_inference_cleanup, reset_iteration
+    from titan_lifecycle.invocations import (
+        disable_forward_prefetch_in_backward,
+        register_lifecycle_callbacks,
+        set_repeated_units,
+    )
+    from titan_lifecycle.pipeline import (
+        observe_split_backwards,
+        register_metadata_inference_cleanup,
+        reset_iteration,
+    )
 
 __version__ = "0.1.0"
 
@@ -20,9 +29,13 @@ __all__ = [
     "LifecycleChunkedLoss",
     "PartialBackwardHooks",
     "complete_fsdp_grouped_forward",
+    "disable_forward_prefetch_in_backward",
     "fsdp_partial_backwards",
+    "observe_split_backwards",
+    "register_lifecycle_callbacks",
     "register_metadata_inference_cleanup",
     "reset_iteration",
+    "set_repeated_units",
 ]
 
 # Imported on first use: torchtitan picks its device when it is imported, and the CPU backend, like
@@ -31,9 +44,13 @@ _MODULES = {
     "LifecycleChunkedLoss": "chunked_loss",
     "PartialBackwardHooks": "fsdp_lifecycle",
     "complete_fsdp_grouped_forward": "fsdp_lifecycle",
+    "disable_forward_prefetch_in_backward": "invocations",
     "fsdp_partial_backwards": "fsdp_lifecycle",
+    "observe_split_backwards": "pipeline",
+    "register_lifecycle_callbacks": "invocations",
     "register_metadata_inference_cleanup": "pipeline",
     "reset_iteration": "pipeline",
+    "set_repeated_units": "invocations",
 }
 
 

@@ -47,6 +47,16 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+
+def unsupported_torch(what: str, part: str = "FSDP2") -> str:
+    """The message for a torch whose private contract is not the one relied upon."""
+    return (
+        f"titan_lifecycle does not know the {part} of torch {torch.__version__}: {what}. Supported "
+        "are torch 2.15 and 2.16; install one of them, or a titan_lifecycle release that supports "
+        "this torch."
+    )
+
+
 try:
     from torch.distributed import _spmd_no_typecheck
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
@@ -54,11 +64,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 except ImportError as error:
-    raise ImportError(
-        f"titan_lifecycle does not know the FSDP2 of torch {torch.__version__}: {error}. Supported "
-        "are torch 2.15 and 2.16; install one of them, or a titan_lifecycle release that supports "
-        "this torch."
-    ) from error
+    raise ImportError(unsupported_torch(str(error))) from error
 
 __all__ = [
     "PartialBackwardHooks",
@@ -71,8 +77,6 @@ Reduction = Literal["compatible", "coalesced"]
 """Who reduces the head when an outer backward follows and nothing is pending."""
 
 _Output = TypeVar("_Output")
-
-_SUPPORTED_TORCH = "2.15 and 2.16"
 
 # Every private name this module relies on, and no other. ``FSDPModule``'s own methods are public.
 _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
@@ -135,11 +139,7 @@ def missing_names(required: dict[type, tuple[str, ...]]) -> list[str]:
 
 def _check_private_contract() -> None:
     if missing := missing_private_names():
-        raise ImportError(
-            f"titan_lifecycle does not know the FSDP2 of torch {torch.__version__}: it lacks "
-            f"{', '.join(missing)}. Supported are torch {_SUPPORTED_TORCH}; install one of them, "
-            "or a titan_lifecycle release that supports this torch."
-        )
+        raise ImportError(unsupported_torch(f"it lacks {', '.join(missing)}"))
 
 
 _check_private_contract()
@@ -271,6 +271,21 @@ class _FSDPHooks(PartialBackwardHooks):
 
 
 _states_in_scope: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+# The trees in which a scope is open, with all of their states.
+_trees_in_scope: weakref.WeakKeyDictionary[FSDPStateContext[FSDPState], list[FSDPState]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def is_in_scope(state: FSDPState) -> bool:
+    """Whether autograd passes through ``state``'s tree are inner passes now."""
+    return state._state_ctx in _trees_in_scope
+
+
+def states_of_tree(state: FSDPState) -> list[FSDPState]:
+    """All states of ``state``'s tree, also while a scope has narrowed them; empty before the
+    root's first forward."""
+    return _trees_in_scope.get(state._state_ctx, state._state_ctx.all_states)
 
 
 @contextmanager
@@ -365,7 +380,7 @@ def fsdp_partial_backwards(
     context = state._state_ctx
     units = _units(module)
     groups = [group for unit in units for group in _groups(unit)]
-    if run_backward and _is_manually_finalized(context):
+    if run_backward and is_manually_finalized(context):
         _check_no_partial_reduction(groups, name)
 
     # See [Note: Partial backwards and FSDP finalization].
@@ -381,8 +396,11 @@ def fsdp_partial_backwards(
         and all(policy.reduce_grads for _, policy in hooks.policies)
         and not _pending(groups)
     )
+    outermost = context not in _trees_in_scope
     try:
         _states_in_scope.add(state)
+        if outermost:
+            _trees_in_scope[context] = all_states
         # Before the policy changes: a group resharded to a smaller mesh is gathered over that one.
         with record_function(f"lifecycle::unshard ({name})"), _spmd_no_typecheck():
             for unit in units:
@@ -396,10 +414,12 @@ def fsdp_partial_backwards(
         yield hooks
         hooks.check_complete()
         hooks.restore_policies()
-        if not run_backward or _is_manually_finalized(context):
+        if not run_backward or is_manually_finalized(context):
             pass  # an evaluation's last forward, or the schedule, releases the weights
         elif reduces_here and context.manual_backward_finalization_active is not None:
             if not outer_backward_follows:
+                # The end of the backward, not of one more inner pass.
+                _trees_in_scope.pop(context, None)
                 context.all_states = all_states
                 module.set_is_last_backward(is_last_backward)
             with record_function(f"lifecycle::finalize ({name})"):
@@ -418,6 +438,8 @@ def fsdp_partial_backwards(
             # outer one: between here and there a pipeline stage may still choose its mode.
             context.manual_backward_finalization_active = latched_mode
         _states_in_scope.discard(state)
+        if outermost:
+            _trees_in_scope.pop(context, None)
 
 
 def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output:
@@ -651,7 +673,8 @@ def _name(module: FSDPModule) -> str:
     return fqns[0] if fqns else type(module).__name__.removeprefix("FSDP")
 
 
-def _is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:
+def is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:
+    """Whether the caller, a pipeline's schedule, finalizes the backward under way or to come."""
     # The mode is latched when the first backward starts.
     if context.manual_backward_finalization_active is not None:
         return context.manual_backward_finalization_active

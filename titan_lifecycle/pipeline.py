@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -31,15 +30,18 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.profiler import record_function
 
+from titan_lifecycle import invocations
 from titan_lifecycle.fsdp_lifecycle import (
     ProbeGuard,
     groups_with_pending_gradients,
     missing_names,
     reset_root,
+    unsupported_torch,
 )
 
 __all__ = [
     "lifecycle_pipelining_fn",
+    "observe_split_backwards",
     "register_metadata_inference_cleanup",
     "reset_iteration",
 ]
@@ -75,14 +77,11 @@ PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
 }
 
 if missing := missing_names(PRIVATE_NAMES):
-    raise ImportError(
-        f"titan_lifecycle does not know the pipelining of torch {torch.__version__}: it lacks "
-        f"{', '.join(missing)}. Supported are torch 2.15 and 2.16; install one of them, or a "
-        "titan_lifecycle release that supports this torch."
-    )
+    raise ImportError(unsupported_torch(f"it lacks {', '.join(missing)}", "pipelining"))
 
 
 _registered: weakref.WeakSet[PipelineStage | _PipelineSchedule] = weakref.WeakSet()
+_observed: weakref.WeakSet[_PipelineStageBase] = weakref.WeakSet()
 # Schedules whose last training step was not finalized. Known to every rank of the pipeline alike,
 # unlike pending gradients: a frozen stage has none.
 _unfinalized: weakref.WeakSet[_PipelineSchedule] = weakref.WeakSet()
@@ -137,6 +136,27 @@ def lifecycle_pipelining_fn(pipelining_fn: Callable[..., Any]) -> Callable[..., 
         return result
 
     return pipeline
+
+
+def observe_split_backwards(target: PipelineStage | _PipelineSchedule) -> None:
+    """Let lifecycle callbacks of a stage's FSDP root follow a backward that comes in two parts.
+
+    Zero-bubble schedules run the input gradients of a microbatch first, and its weight gradients
+    some microbatches later: a delayed reader of weights and activations. With this, its
+    invocations are complete, and its gradients ready, when the second part has run, once for each
+    microbatch. Without it both come when the schedule finalizes the step. Whole backwards are not
+    touched, and calling it twice does nothing. See ``invocations.register_lifecycle_callbacks``.
+
+    Args:
+        target: A stage, or a schedule: all its stages on this rank.
+
+    Raises:
+        TypeError: ``target`` is neither.
+    """
+    for stage in _stages(target):
+        if isinstance(stage.submod, FSDPModule) and stage not in _observed:
+            _observed.add(stage)
+            _observe(stage, stage.submod)
 
 
 def reset_iteration(target: nn.Module | PipelineStage | _PipelineSchedule) -> None:
@@ -226,6 +246,28 @@ def _guard_initialization(
     # On the instance: other stages keep torch's methods.
     stage._pre_metadata_inference_backup = guarded_backup  # type: ignore[method-assign]
     stage._post_metadata_inference_cleanup = guarded_cleanup  # type: ignore[method-assign]
+
+
+def _observe(stage: _PipelineStageBase, root: FSDPModule) -> None:
+    one_chunk, weight_one_chunk = stage.backward_one_chunk, stage.backward_weight_one_chunk
+    parts = invocations.SplitBackwards(root)
+
+    def observed_one_chunk(
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        with parts.whole() if full_backward else parts.input_gradients(bwd_chunk_id):
+            one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def observed_weight_one_chunk(bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with parts.weight_gradients(bwd_chunk_id):
+            weight_one_chunk(bwd_chunk_id, last_backward)
+
+    # On the instance: other stages keep torch's methods.
+    stage.backward_one_chunk = observed_one_chunk  # type: ignore[method-assign]
+    stage.backward_weight_one_chunk = observed_weight_one_chunk  # type: ignore[method-assign]
 
 
 def _track_finalization(schedule: _PipelineSchedule) -> None:

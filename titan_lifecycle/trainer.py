@@ -24,10 +24,14 @@ from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
 from titan_lifecycle.collectives import CollectiveCounter
 from titan_lifecycle.cost import sentence
 from titan_lifecycle.fsdp_lifecycle import preserved_policies, unsharded_gradient_bytes
+from titan_lifecycle.invocations import disable_forward_prefetch_in_backward, set_repeated_units
 from titan_lifecycle.measurements import StepMeasurements
 from titan_lifecycle.metrics import job_loss_rank
 from titan_lifecycle.overrides import lifecycle_loss
-from titan_lifecycle.pipeline import register_metadata_inference_cleanup
+from titan_lifecycle.pipeline import (
+    observe_split_backwards,
+    register_metadata_inference_cleanup,
+)
 
 __all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config"]
 
@@ -54,6 +58,11 @@ class LifecycleConfig:
     retain_weights: bool = False
     """Keep weights gathered from the first microbatch's forward to the last one's backward: one
     all-gather a group and step, for the memory of the whole unsharded model."""
+
+    repeated_units: Literal["release", "retain"] = "release"
+    """What happens to a unit's weights between its invocations in one forward, as of an embedding
+    looked up for every prediction depth. release: each invocation gathers. retain: they stay
+    gathered from the first to the last, in the forward and again in the backward."""
 
     report_file: str | None = None
     """Measure memory and time too, and write them here at the end, as JSON, from the rank that
@@ -84,6 +93,11 @@ class LifecycleTrainer(Trainer):
         self._collectives = CollectiveCounter(self.model_parts)
         if config.lifecycle.enabled and self.parallel_dims.pp_enabled:
             register_metadata_inference_cleanup(self.pp_schedule)
+            observe_split_backwards(self.pp_schedule)
+        for root in self._roots if config.lifecycle.enabled else ():
+            disable_forward_prefetch_in_backward(root)
+            if config.lifecycle.repeated_units == "retain":
+                set_repeated_units(root, "retain")
         if config.lifecycle.retain_weights and self.parallel_dims.fsdp_enabled:
             for root in self._roots:
                 root.set_reshard_after_forward(False)
@@ -229,12 +243,16 @@ def _loss_for(config: LifecycleTrainer.Config) -> Any:
 
 def _validate(config: LifecycleTrainer.Config) -> None:
     lifecycle, parallelism = config.lifecycle, config.parallelism
-    accumulates = lifecycle.gradient_reduction != "every_microbatch" or lifecycle.retain_weights
+    is_changed = (
+        lifecycle.gradient_reduction != "every_microbatch"
+        or lifecycle.retain_weights
+        or lifecycle.repeated_units != "release"
+    )
     if not lifecycle.enabled:
-        if accumulates:
+        if is_changed:
             raise ValueError(
-                "lifecycle.gradient_reduction and lifecycle.retain_weights need "
-                "lifecycle.enabled = true"
+                "lifecycle.gradient_reduction, lifecycle.retain_weights and "
+                "lifecycle.repeated_units need lifecycle.enabled = true"
             )
         if getattr(config.loss, "chunk_tokens", None) is not None:
             raise ValueError(
@@ -259,8 +277,9 @@ def _validate(config: LifecycleTrainer.Config) -> None:
                 "torch finalizes a stage's reduce-scatter and all-reduce together; use "
                 "'last_microbatch'"
             )
-    if accumulates and not config.training.disable_cuda_graphs:
+    if is_changed and not config.training.disable_cuda_graphs:
         raise ValueError(
-            "lifecycle.gradient_reduction and lifecycle.retain_weights change what each microbatch "
-            "does, and a captured CUDA graph replays the first; set training.disable_cuda_graphs"
+            "lifecycle.gradient_reduction, lifecycle.retain_weights and lifecycle.repeated_units "
+            "change what each microbatch does, and a captured CUDA graph replays the first; set "
+            "training.disable_cuda_graphs"
         )

@@ -1,0 +1,711 @@
+"""Tests of invocations, repeated units and recomputation, for any backend (see tests/cpu)."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.testing._internal.common_utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from tests import pipelines
+from tests import scenarios as s
+from tests.scenarios import Case
+from titan_lifecycle import (
+    disable_forward_prefetch_in_backward,
+    observe_split_backwards,
+    register_lifecycle_callbacks,
+    reset_iteration,
+    set_repeated_units,
+)
+from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor
+
+VOCAB, DIM, BATCH, LENGTH = s.VOCAB, s.DIM, s.BATCH, s.LENGTH
+REENTRANT = {"reentrant": True, "non-reentrant": False}
+
+
+class Merge(nn.Module):
+    """A: the hidden state of the depth before, and the embedding of a token further on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_norm, self.embedding_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.proj = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        merged = [self.hidden_norm(hidden), self.embedding_norm(embedding)]
+        return torch.tanh(self.proj(torch.cat(merged, dim=-1)))
+
+
+class Scale(nn.Module):
+    """B: reads its parameter in the backward, after the gradient of its output has passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.P = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.P.square() * x
+
+
+class SharedDepths(nn.Module):
+    """Multi-token prediction with layers that every depth shares."""
+
+    def __init__(self, *, checkpointing: str | None = None, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.decoder = s.Block()
+        self.merge, self.scale = Merge(), Scale()
+        self.norm = nn.RMSNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        if tied:
+            self.embed.weight = self.head.weight
+        self.depth = 2
+        self.checkpointing = checkpointing
+
+    def call(self, unit: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing is None:
+            return unit(*args)
+        return checkpoint(unit, *args, use_reentrant=REENTRANT[self.checkpointing])
+
+    def forward(self, tokens: torch.Tensor, offset: torch.Tensor) -> list[torch.Tensor]:
+        """Logits of the next token and of ``depth`` further ones; ``offset`` is a float input."""
+        hidden = self.call(self.decoder, self.embed(tokens) + offset)
+        hiddens = [hidden]
+        for depth in range(1, self.depth + 1):
+            embedding = self.embed(tokens.roll(-depth, 1))
+            hidden = self.call(self.scale, self.call(self.merge, hidden, embedding))
+            hiddens.append(hidden)
+        return [self.head(self.norm(h)) for h in hiddens]
+
+
+def loss_of(logits: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    losses = [
+        F.cross_entropy(prediction.flatten(0, 1), tokens.roll(-1 - depth, 1).flatten())
+        for depth, prediction in enumerate(logits)
+    ]
+    return torch.stack(losses).sum()
+
+
+def shard_depths(model: SharedDepths, mesh, *, tied: bool = False) -> SharedDepths:
+    units = [model.decoder, model.merge, model.scale]
+    if tied:
+        fully_shard([model.embed, model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    else:
+        units.append(model.embed)
+        fully_shard([model.norm, model.head], mesh=mesh)
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Chain(nn.Module):
+    """D, then A and B at every depth: the model of the contract's figures."""
+
+    def __init__(self, depth: int = 1, checkpointing: str | None = None) -> None:
+        super().__init__()
+        self.D, self.A = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.B = Scale()
+        self.depth, self.checkpointing = depth, checkpointing
+
+    call = SharedDepths.call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.call(self.D, x)
+        for _ in range(self.depth):
+            x = self.call(self.B, self.call(self.A, x))
+        return x
+
+
+class Blocks(nn.Module):
+    """Three blocks, checkpointed inside of the FSDP unit or around it."""
+
+    def __init__(self, checkpointing: str, inside: bool) -> None:
+        super().__init__()
+
+        class Block(s.Block):
+            def forward(block, x: torch.Tensor) -> torch.Tensor:
+                if not inside:
+                    return super().forward(x)
+                return checkpoint(super().forward, x, use_reentrant=REENTRANT[checkpointing])
+
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.checkpointing = None if inside else checkpointing
+
+    call = SharedDepths.call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+@contextmanager
+def gathers() -> Iterator[list[str]]:
+    """The units whose all-gathers are issued meanwhile, in order."""
+    found: list[str] = []
+    all_gather = _fsdp_param_group.foreach_all_gather
+
+    def spy(fsdp_params, *args, **kwargs):
+        found.append(fsdp_params[0]._param_fqn.rpartition(".")[0])
+        return all_gather(fsdp_params, *args, **kwargs)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", spy):
+        yield found
+
+
+def record_events(module: nn.Module) -> list[str]:
+    events: list[str] = []
+    register_lifecycle_callbacks(
+        module,
+        pre_backward=lambda fqn, i: events.append(f"pre {fqn}{i}"),
+        post_backward=lambda fqn, i: events.append(f"post {fqn}{i}"),
+        grads_ready=lambda fqn: events.append(f"ready {fqn}"),
+    )
+    return events
+
+
+def classes(model: nn.Module) -> set[type]:
+    found: set[type] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            found |= {type(state), type(state._state_ctx)}
+            found |= {type(group) for group in state._fsdp_param_groups}
+    return found
+
+
+class TestInvocations:
+    """Methods of a ``RankTest``; see ``tests.ranks.on_ranks``."""
+
+    __test__ = True
+
+    def mesh(self, kind: str = "fsdp"):
+        return s.make_mesh(kind, self.device.type)
+
+    def build_depths(self, policy, *, checkpointing=None, tied=False, mesh="fsdp"):
+        torch.manual_seed(0)
+        reference = SharedDepths(checkpointing=checkpointing, tied=tied).to(self.device)
+        model = shard_depths(copy.deepcopy(reference), self.mesh(mesh), tied=tied)
+        if policy is not None:
+            set_repeated_units(model, policy)
+        return model, reference
+
+    def build_chain(self, policy=None, *, explicit=False, **kwargs):
+        torch.manual_seed(0)
+        model = Chain(**kwargs).to(self.device)
+        for unit in (model.D, model.A, model.B):
+            fully_shard(unit, mesh=self.mesh())
+        fully_shard(model, mesh=self.mesh())
+        if policy is not None:
+            set_repeated_units(model, policy)
+        if explicit:
+            model.D.set_modules_to_forward_prefetch([model.A])
+            model.A.set_modules_to_forward_prefetch([model.B])
+            model.B.set_modules_to_backward_prefetch([model.A])
+            model.A.set_modules_to_backward_prefetch([model.D])
+        return model
+
+    def backward(self, model, *, requires_grad=True) -> tuple[list[str], Counter]:
+        """One forward and backward of a chain: the units gathered, and the collectives."""
+        x = torch.ones(BATCH, DIM, device=self.device, requires_grad=requires_grad)
+        with s.Collectives() as collectives, gathers() as found:
+            model(x).sum().backward()
+        return found, collectives.counts
+
+    def assert_clean(self, model) -> None:
+        self.assertEqual(s.unsharded_groups(model), [])
+        self.assertEqual(s.leftovers(model), [])
+        self.assertEqual(s.unfinished_order(model), [])
+
+    def train_both(self, model, reference, *, depths, num_microbatches=2, deferred=False):
+        """Steps of both, compared throughout; the collectives of each step."""
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+        world, counts = dist.get_world_size(), []
+        for step, depth in enumerate(depths):
+            model.depth = reference.depth = depth
+            step_counts: Counter[str] = Counter()
+            for microbatch in range(num_microbatches):
+                generator = torch.Generator().manual_seed(100 * step + microbatch)
+                tokens = torch.randint(VOCAB, (world, BATCH, LENGTH), generator=generator)
+                offsets = torch.randn(world, BATCH, LENGTH, DIM, generator=generator)
+                tokens, offsets = tokens.to(self.device), offsets.to(self.device)
+                offsets.requires_grad_()
+                for i in range(world):
+                    loss = loss_of(reference(tokens[i], offsets[i]), tokens[i]) / world
+                    loss.backward()
+                    if i == self.rank:
+                        expected_loss = loss.detach() * world
+                mine = offsets.detach()[self.rank].requires_grad_()
+                is_last = microbatch == num_microbatches - 1
+                if deferred:
+                    model.set_requires_gradient_sync(is_last)
+                with s.Collectives() as collectives:
+                    loss = loss_of(model(tokens[self.rank], mine), tokens[self.rank])
+                    loss.backward()
+                step_counts += collectives.counts
+                self.assertEqual(loss.detach(), expected_loss)
+                self.assertEqual(mine.grad, offsets.grad[self.rank] * world)
+                if is_last or not deferred:
+                    self.assert_clean(model)
+            expected, actual = s.gradients(reference), s.gradients(model)
+            self.assertEqual(actual.keys(), expected.keys())
+            for name in expected:
+                self.assertEqual(actual[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.assertEqual(s.parameters(model), s.parameters(reference))
+            counts.append(step_counts)
+        return counts
+
+    # Parity #
+
+    @parametrize("policy", ["release", "retain"])
+    @parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+    @parametrize("mesh", ["fsdp", "hsdp"])
+    @parametrize("deferred", [False, True])
+    def test_parity(self, policy, checkpointing, mesh, deferred) -> None:
+        model, reference = self.build_depths(policy, checkpointing=checkpointing, mesh=mesh)
+        counts = self.train_both(model, reference, depths=[2, 2, 2], deferred=deferred)
+        num_groups = s.num_trainable_groups(model)
+        for step in counts:
+            self.assertEqual(step["reduce_scatter"], num_groups * (1 if deferred else 2))
+
+    @parametrize("policy", ["release", "retain"])
+    @parametrize("checkpointing", [None, "non-reentrant"])
+    def test_parity_tied(self, policy, checkpointing) -> None:
+        model, reference = self.build_depths(policy, checkpointing=checkpointing, tied=True)
+        counts = self.train_both(model, reference, depths=[2, 2])
+        for step in counts:
+            self.assertEqual(step["reduce_scatter"], s.num_trainable_groups(model) * 2)
+
+    @parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+    def test_parity_with_changing_reuse(self, checkpointing) -> None:
+        model, reference = self.build_depths("retain", checkpointing=checkpointing)
+        self.train_both(model, reference, depths=[3, 1, 2, 3, 1, 1], num_microbatches=1)
+
+    def test_one_accumulated_graph_of_two_forwards(self) -> None:
+        model, reference = self.build_depths("retain")
+        tokens = torch.arange(BATCH * LENGTH, device=self.device).view(BATCH, LENGTH) % VOCAB
+        offset = torch.zeros(BATCH, LENGTH, DIM, device=self.device)
+        for m in (model, reference):
+            (loss_of(m(tokens, offset), tokens) + loss_of(m(tokens, offset + 1), tokens)).backward()
+        self.assertEqual(s.gradients(model), s.gradients(reference))
+        self.assert_clean(model)
+
+    # Repeated units #
+
+    @parametrize("depth", [1, 2, 3])
+    @parametrize("explicit", [False, True])
+    def test_release_gathers_for_each_invocation_in_order(self, depth, explicit) -> None:
+        model = self.build_chain("release", depth=depth, explicit=explicit)
+        for _ in range(2):
+            found, counts = self.backward(model)
+            self.assertEqual(found, ["D", *["A", "B"] * depth, *["B", "A"] * depth, "D"])
+            self.assertEqual(counts["reduce_scatter"], 3)
+            self.assert_clean(model)
+
+    @parametrize("depth", [1, 2, 3])
+    @parametrize("explicit", [False, True])
+    def test_retain_gathers_once_a_forward_and_once_a_backward(self, depth, explicit) -> None:
+        model = self.build_chain("retain", depth=depth, explicit=explicit)
+        # The first forward does not know yet that A and B come again.
+        first, _ = self.backward(model)
+        again = ["A", "B"] if depth > 1 else []
+        self.assertEqual(first, ["D", "A", "B", *again, "B", "A", "D"])
+        for _ in range(2):
+            found, counts = self.backward(model)
+            self.assertEqual(found, ["D", "A", "B", "B", "A", "D"])
+            self.assertEqual(counts["reduce_scatter"], 3)
+            self.assert_clean(model)
+
+    def test_retain_follows_a_changing_count(self) -> None:
+        model = self.build_chain("retain")
+        for depth, extra in [(1, 0), (3, 2), (3, 0), (2, 0), (1, 0), (1, 0), (2, 2)]:
+            model.depth = depth
+            found, _ = self.backward(model)
+            # One more gather for A and for B where the count has grown.
+            self.assertEqual(len(found), 6 + extra, (depth, found))
+            self.assert_clean(model)
+
+    def test_what_each_policy_keeps_gathered(self) -> None:
+        """Gathered units whenever a unit runs, and the peak of their bytes."""
+        peaks = {}
+        for policy in ("release", "retain"):
+            model = self.build_chain(policy, depth=2)
+            self.backward(model)
+            gathered: list[str] = []
+
+            def sample(where, model=model, gathered=gathered) -> None:
+                units = "".join(fqn[0] for fqn in s.unsharded_groups(model))
+                gathered.append(f"{where}:{units}")
+
+            for name in "DAB":
+                unit = getattr(model, name)
+                unit.register_forward_hook(lambda *_, n=name: sample(n))
+            register_lifecycle_callbacks(
+                model, post_backward=lambda fqn, i: sample(fqn.lower() + str(i))
+            )
+            with ResidencyMonitor([model]) as monitor:
+                self.backward(model)
+            peaks[policy] = monitor.peak_weight_bytes
+            # A forward hook of ours runs after FSDP's, which has released by then.
+            forward, backward = gathered[:5], gathered[5:]
+            if policy == "release":
+                self.assertEqual(forward, ["D:", "A:", "B:", "A:", "B:"])
+                self.assertEqual(backward, ["b1:B", "a1:A", "b0:B", "a0:A", "d0:D"])
+            else:
+                self.assertEqual(forward, ["D:", "A:A", "B:AB", "A:B", "B:"])
+                self.assertEqual(backward, ["b1:B", "a1:AB", "b0:AB", "a0:A", "d0:D"])
+        matrix, vector = 4 * DIM * DIM, 4 * DIM
+        self.assertEqual(peaks, {"release": matrix, "retain": matrix + vector})
+
+    def test_a_depth_outside_of_the_loss_leaves_nothing(self) -> None:
+        """What was gathered or held for an invocation that takes no part is released."""
+        for checkpointing in (None, "reentrant", "non-reentrant"):
+            model, reference = self.build_depths("retain", checkpointing=checkpointing)
+            tokens = torch.ones(BATCH, LENGTH, dtype=torch.long, device=self.device)
+            offset = torch.zeros(BATCH, LENGTH, DIM, device=self.device, requires_grad=True)
+            for _ in range(2):
+                for m in (model, reference):
+                    m.zero_grad()
+                    m(tokens, offset)[1].sum().backward()
+                self.assertEqual(s.gradients(model), s.gradients(reference))
+                self.assert_clean(model)
+
+    @parametrize("policy", ["release", "retain"])
+    def test_an_evaluation_changes_nothing(self, policy) -> None:
+        model = self.build_chain(policy, depth=2)
+        self.backward(model)
+        expected, _ = self.backward(model)
+        with torch.no_grad():
+            model(torch.ones(BATCH, DIM, device=self.device))
+        self.assertEqual(s.unfinished_order(model), [])
+        found, _ = self.backward(model)
+        self.assertEqual(found, expected)
+        self.assert_clean(model)
+
+    def test_policies_can_be_set_for_a_unit_and_before_or_after_the_first_forward(self) -> None:
+        model = self.build_chain(depth=2)
+        set_repeated_units(model.A, "retain")
+        self.backward(model)
+        self.assertEqual(self.backward(model)[0], ["D", "A", "B", "B", "B", "A", "B", "D"])
+        set_repeated_units(model.B, "retain")
+        self.assertEqual(self.backward(model)[0], ["D", "A", "B", "B", "A", "D"])
+        set_repeated_units(model, "release")
+        self.assertEqual(len(self.backward(model)[0]), 10)
+
+    def test_what_the_caller_keeps_stays(self) -> None:
+        """A policy that releases nothing has nothing to hold."""
+        model = self.build_chain("retain", depth=2)
+        model.set_reshard_after_backward(False)
+        self.backward(model)
+        self.assertEqual(len(s.unsharded_groups(model)), 3)
+        model.set_reshard_after_backward(True)
+        self.backward(model)
+        self.assert_clean(model)
+
+    # Recomputation #
+
+    @parametrize("checkpointing", ["reentrant", "non-reentrant"])
+    @parametrize("inside", [False, True])
+    @parametrize("explicit", [False, True])
+    @parametrize("tracked", [False, True])
+    def test_recomputation_gathers_each_block_twice(
+        self, checkpointing, inside, explicit, tracked
+    ) -> None:
+        model = Blocks(checkpointing, inside).to(self.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh())
+        fully_shard(model, mesh=self.mesh())
+        if explicit:
+            for i in range(2):
+                model.blocks[i].set_modules_to_forward_prefetch([model.blocks[i + 1]])
+        if tracked:
+            set_repeated_units(model, "release")
+        disable_forward_prefetch_in_backward(model)
+        order: list[str] = []
+        for i, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda *_, i=i: order.append(f"forward {i}"))
+        for _ in range(2):
+            order.clear()
+            found, counts = self.backward(model)
+            self.assertEqual([f"blocks.{i}" for i in (0, 1, 2, 2, 1, 0)], found_units(found))
+            self.assertEqual(counts["reduce_scatter"], 3)
+            self.assert_clean(model)
+        if explicit:
+            # The forward prefetches again: block 1 is gathered before block 0 has run.
+            with gathers() as found, torch.no_grad():
+                seen: list[int] = []
+                model.blocks[0].register_forward_hook(lambda *_: seen.append(len(found)))
+                model(torch.ones(BATCH, DIM, device=self.device))
+            self.assertEqual(seen, [2])
+
+    def test_a_recomputed_repeated_unit_is_reduced(self) -> None:
+        """torch alone loses the second invocation's gradients, and leaves the unit gathered."""
+        model, reference = self.build_depths(None, checkpointing="reentrant")
+        events = record_events(model.scale)
+        self.train_both(model, reference, depths=[2], num_microbatches=1)
+        self.assertEqual(
+            events, ["pre scale1", "post scale1", "pre scale0", "post scale0", "ready scale"]
+        )
+
+    # Callbacks #
+
+    def test_the_order_of_events(self) -> None:
+        """Once with gradients ready before the backward is complete, once after it."""
+        for checkpointing, last in ((None, ["ready A", "post A0"]), ("reentrant", None)):
+            model = self.build_chain(depth=2, checkpointing=checkpointing)
+            events = record_events(model)
+            for _ in range(2):
+                events.clear()
+                self.backward(model)
+                last = last or ["post A0", "ready A"]
+                of_a = [e for e in events if "A" in e]
+                self.assertEqual(of_a, ["pre A1", "post A1", "pre A0", *last])
+                # In the order of the backward: B2, A2, B1, A1, D.
+                self.assertEqual(
+                    [e for e in events if e.startswith("pre")],
+                    ["pre B1", "pre A1", "pre B0", "pre A0", "pre D0"],
+                )
+                self.assertEqual(sum(e.startswith("ready") for e in events), 3)
+
+    def test_a_segment_with_two_invocations_of_a_unit(self) -> None:
+        for use_reentrant in (True, False):
+            model = self.build_chain(depth=1)
+            model.forward = lambda x, m=model, r=use_reentrant: checkpoint(
+                lambda y: m.A(m.A(m.D(y))), checkpoint(m.A, x, use_reentrant=r), use_reentrant=r
+            )
+            events = record_events(model)
+            for _ in range(2):
+                events.clear()
+                self.backward(model)
+                pre = [e for e in events if e.startswith("pre A")]
+                post = [e for e in events if e.startswith("post A")]
+                self.assertEqual(sorted(pre), ["pre A0", "pre A1", "pre A2"])
+                self.assertEqual(post, ["post A2", "post A1", "post A0"])
+                self.assertEqual(events.count("ready A"), 1)
+                self.assert_clean(model)
+
+    def test_no_input_requires_grad(self) -> None:
+        """The unit is complete when it has read the saved P, and not when its output's gradient
+        has passed; a frozen one too."""
+        for frozen in (False, True):
+            model = nn.Sequential(Scale(), nn.Linear(DIM, DIM, bias=False)).to(self.device)
+            model[0].P.requires_grad_(not frozen)
+            for unit in (*model, model):
+                fully_shard(unit, mesh=self.mesh())
+            events = record_events(model)
+            found, counts = self.backward(model, requires_grad=False)
+            if frozen:
+                self.assertNotIn("pre 00", events)  # no backward reaches it
+            else:
+                self.assertEqual(
+                    [e for e in events if e.endswith(("00", " 0"))],
+                    ["pre 00", "ready 0", "post 00"],
+                )
+                self.assertEqual(events[-1], "post 00")
+            self.assertEqual(counts["reduce_scatter"], 2 - frozen)
+            self.assertEqual(len(found), 4 - frozen)
+            self.assert_clean(model)
+
+    def test_a_frozen_unit_between_trained_ones(self) -> None:
+        model = self.build_chain(depth=2)
+        model.A.requires_grad_(False)
+        events = record_events(model.A)
+        self.backward(model)
+        self.assertEqual(
+            [e for e in events if not e.startswith("ready")],
+            ["pre A1", "post A1", "pre A0", "post A0"],
+        )
+        self.assertEqual(events.count("ready A"), 1)
+
+    def test_unused_parameters_are_ready_at_the_end(self) -> None:
+        class Unit(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.used(x)
+
+        model = nn.Sequential(nn.Linear(DIM, DIM), Unit(), Scale()).to(self.device)
+        for unit in (*model, model):
+            fully_shard(unit, mesh=self.mesh())
+        events = record_events(model)
+        for _ in range(2):
+            events.clear()
+            self.backward(model)
+            self.assertEqual(events[-1], "ready 1")
+            self.assertEqual(sum(e.startswith("ready") for e in events), 3)
+
+    def test_accumulation_calls_once_a_backward(self) -> None:
+        model = self.build_chain(depth=2)
+        events = record_events(model)
+        for is_last in (False, False, True):
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            self.backward(model)
+        self.assertEqual(events.count("ready A"), 3)
+        self.assertEqual(events.count("post A0"), 3)
+        self.assert_clean(model)
+
+    def test_removing_the_handle_gives_the_classes_back(self) -> None:
+        model = self.build_chain(depth=2)
+        torch_classes = classes(model)
+        self.assertEqual(torch_classes & {FSDPState, FSDPParamGroup}, {FSDPState, FSDPParamGroup})
+        events: list[str] = []
+        handle = register_lifecycle_callbacks(
+            model.B, grads_ready=events.append, pre_backward=lambda *_: None
+        )
+        kept = register_lifecycle_callbacks(model.B, grads_ready=events.append)
+        self.backward(model)
+        self.assertEqual(events, ["B", "B"])
+        self.assertNotEqual(classes(model), torch_classes)
+        handle.remove()
+        self.backward(model)
+        self.assertEqual(events, ["B"] * 3)
+        kept.remove()
+        self.backward(model)
+        self.assertEqual(events, ["B"] * 3)
+        self.assertEqual(classes(model), torch_classes)
+        self.assert_clean(model)
+
+    @parametrize("moment", ["pre_backward", "post_backward", "grads_ready"])
+    @parametrize("checkpointing", [None, "reentrant"])
+    def test_a_callback_that_raises(self, moment, checkpointing) -> None:
+        model, reference = self.build_depths("retain", checkpointing=checkpointing)
+        self.train_both(model, reference, depths=[2], num_microbatches=1)
+
+        def fail(*args: object) -> None:
+            raise s.ChunkFailure(moment)
+
+        handle = register_lifecycle_callbacks(model.merge, **{moment: fail})
+        tokens = torch.ones(BATCH, LENGTH, dtype=torch.long, device=self.device)
+        offset = torch.zeros(BATCH, LENGTH, DIM, device=self.device)
+        with self.assertRaises(s.ChunkFailure):
+            loss_of(model(tokens, offset), tokens).backward()
+        handle.remove()
+        reset_iteration(model)
+        self.assert_clean(model)
+        self.train_both(model, reference, depths=[2, 1], num_microbatches=1)
+
+    def test_the_chunked_loss_is_one_backward(self) -> None:
+        """Its inner passes are invocations; the head's gradients are ready once a microbatch."""
+        for case in (
+            Case(),
+            Case(grouping="separate"),
+            Case(freeze="decoder"),
+            Case(grouping="tied"),
+        ):
+            model = s.shard(s.make_model(case, device=self.device), self.mesh(), case.grouping)
+            loss_fn = s.make_loss(case)
+            loss_fn.set_lm_head(model.lm_head)
+            ready: Counter[str] = Counter()
+            completed: Counter[str] = Counter()
+            register_lifecycle_callbacks(
+                model,
+                grads_ready=lambda fqn, ready=ready: ready.update([fqn]),
+                post_backward=lambda fqn, i, completed=completed: completed.update([fqn]),
+            )
+            batches = s.make_batches(2, self.world_size)
+            s.run_step(model, loss_fn, case, batches, rank=self.rank, device=self.device)
+            self.assertEqual(set(ready.values()), {2}, (case, ready))
+            (head,) = [fqn for fqn in completed if "lm_head" in fqn]
+            self.assertGreaterEqual(completed[head], 2 * s.NUM_CHUNKS)
+            self.assert_clean(model)
+
+    # Pipelines #
+
+    @parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+    @parametrize("observed", [False, True])
+    def test_split_backwards(self, schedule, observed) -> None:
+        """A microbatch is complete and ready after its weight part, or when the step is
+        finalized, and never between its two parts."""
+        case = Case(freeze="none", grouping="separate")
+        pipe = pipelines.Pipeline(
+            schedule, case, pp=2, device=self.device, num_layers=4, num_microbatches=4
+        )
+        events: dict[int, list[str]] = {}
+        for stage in pipe.stages:
+            of_stage = events[stage.stage_index] = []
+            if observed:
+                # After the registration below has wrapped them, the markers come last.
+                observe_split_backwards(stage)
+                observe_split_backwards(stage)
+            self._mark(stage, of_stage)
+            register_lifecycle_callbacks(
+                stage.submod,
+                # The head's inner passes are not the schedule's: they run with the loss.
+                pre_backward=lambda fqn, i, e=of_stage: fqn == "lm_head" or e.append("pre"),
+                post_backward=lambda fqn, i, e=of_stage: fqn == "lm_head" or e.append("post"),
+                grads_ready=lambda fqn, e=of_stage: e.append("ready"),
+            )
+        for step in range(2):
+            for of_stage in events.values():
+                of_stage.clear()
+            pipe.step(*pipe.batches(seed=step))
+            if step == 0:
+                continue  # with the probe for shapes, a backward of its own
+            for stage in pipe.stages:
+                self._check_parts(events[stage.stage_index], stage, observed)
+                self.assert_clean(stage.submod)
+
+    def _mark(self, stage, events) -> None:
+        """Note the start and the end of each part of a backward."""
+
+        def marked(method, name):
+            def call(chunk, *args, **kwargs):
+                half = not kwargs.get("full_backward", True)
+                events.append(f"{'half' if half else name} {chunk}")
+                method(chunk, *args, **kwargs)
+                events.append("end")
+
+            return call
+
+        stage.backward_one_chunk = marked(stage.backward_one_chunk, "whole")
+        stage.backward_weight_one_chunk = marked(stage.backward_weight_one_chunk, "weights")
+
+    def _check_parts(self, events, stage, observed) -> None:
+        num_posts = num_pres = num_ready = 0
+        current: str | None = None
+        for event in events:
+            if event.split()[0] in ("half", "whole", "weights"):
+                current = event.split()[0]
+            elif event == "end":
+                current = None
+            elif event == "pre":
+                num_pres += 1
+            else:
+                num_posts += event == "post"
+                num_ready += event == "ready"
+                self.assertNotEqual(current, "half", events)
+                if observed:
+                    self.assertIsNotNone(current, events)
+        self.assertGreater(num_pres, 0)
+        # Once for each invocation that began, whatever its schedule.
+        self.assertEqual(num_posts, num_pres)
+        if observed:
+            groups = {
+                id(group)
+                for module in stage.submod.modules()
+                if isinstance(module, FSDPModule)
+                for group in module._get_fsdp_state()._fsdp_param_groups
+            }
+            self.assertEqual(num_ready, len(groups) * 4, events)
+
+
+def found_units(found: list[str]) -> list[str]:
+    return [".".join(fqn.split(".")[:2]) for fqn in found]
