@@ -97,7 +97,7 @@ class MTPChunkedLoss(LifecycleChunkedLoss):
         aligned = derive(config.loss_fn, AlignedMTPLoss.Config)
         super().__init__(replace(config, loss_fn=aligned), compile_config=compile_config)
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # narrower: several predictions of one sequence
         self,
         pred: Sequence[torch.Tensor],
         labels: torch.Tensor,

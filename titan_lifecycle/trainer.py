@@ -77,6 +77,7 @@ class LifecycleTrainer(Trainer):
             _validate(self)
 
     config: Config
+    loss_fn: Any
 
     def __init__(self, config: Config) -> None:
         _validate(config)
