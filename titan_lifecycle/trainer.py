@@ -83,13 +83,14 @@ class LifecycleTrainer(Trainer):
         _validate(config)
         config.loss, config.override = _loss_for(config), _override_for(config)
         super().__init__(config)
+        self._loss_metrics: dict[str, torch.Tensor] = {}
         if isinstance(self.loss_fn, LifecycleChunkedLoss):
             # Not in its config: an override may have put it there, just now.
             if config.lifecycle.reduction == "coalesced":
                 self.loss_fn.reduction = "coalesced"
             if isinstance(self.loss_fn, MTPChunkedLoss):
                 return_hidden_states(self.model_parts[0])
-        self._record_loss_metrics()
+            self._record_loss_metrics()
         self._microbatch = 0
         self._roots: list[Any] = [p for p in self.model_parts if isinstance(p, FSDPModule)]
         self._collectives = CollectiveCounter(self.model_parts)
@@ -183,7 +184,6 @@ class LifecycleTrainer(Trainer):
         Validation and pipeline schedules have the loss itself, and are not recorded.
         """
         loss_fn = self.loss_fn
-        self._loss_metrics: dict[str, torch.Tensor] = {}
 
         def record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, self._loss_metrics = loss_fn(*args, **kwargs)
@@ -194,7 +194,8 @@ class LifecycleTrainer(Trainer):
     def _global_loss_metrics(self) -> dict[str, float]:
         """The loss's metrics of this step over all ranks, reduced as torchtitan's names say.
 
-        A mean is a rank's part of the mean over all valid tokens, as the loss itself.
+        ``/max`` and ``/min``; all others, ``_mean`` or ``/frac``, are this rank's part of a mean
+        over all valid tokens, as the loss itself, and add up.
         """
         mesh = (
             self.parallel_dims.get_optional_mesh("loss")
