@@ -40,7 +40,7 @@ class LifecycleConfig:
     """The ``[lifecycle]`` section of a job."""
 
     enabled: bool = True
-    """False trains with torchtitan's own ChunkedLossWrapper and policies."""
+    """False trains with torchtitan's own ChunkedLossWrapper, or MTPLoss, and policies."""
 
     reduction: Literal["compatible", "coalesced"] = "compatible"
     """Who reduces the head's gradients where there is a choice: the chunk loop, bit for bit as
@@ -330,8 +330,8 @@ def _validate_mtp(config: LifecycleTrainer.Config) -> None:
     overridden = CHUNKED_MTP_LOSS in imported(config.override)
     if not (overridden or isinstance(config.loss, MTPChunkedLoss.Config)):
         return
-    # The override has replaced the loss already where a trainer's own config is checked again.
-    if not isinstance(config.loss, MTPLoss.Config | MTPChunkedLoss.Config):
+    # Exactly, as the override's target; it has replaced it where a built trainer's is checked.
+    if type(config.loss) not in (MTPLoss.Config, MTPChunkedLoss.Config):
         raise ValueError(
             f"override.imports names {CHUNKED_MTP_LOSS}, which replaces torchtitan's MTPLoss, but "
             f"[loss] is a {type(config.loss).__qualname__}; start from a config with MTPLoss, as "

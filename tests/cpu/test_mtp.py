@@ -12,11 +12,17 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from spmd_types.checker import typecheck
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config
@@ -422,6 +428,55 @@ class TestHSDP(MTPRanks, GlooTest):
     @parametrize("accumulation", ["every_microbatch", "last_microbatch"])
     def test_accumulation(self, accumulation) -> None:
         self.check_steps(2, accumulation, "compatible", 2)
+
+
+class TestTypes(GlooTest):
+    """torchtitan's default SPMD backend, with strict type checking."""
+
+    world_size = 2
+
+    def test_a_vocabulary_parallel_head(self) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+        group, depth = mesh.get_group("tp"), 2
+        generator = torch.Generator().manual_seed(1)
+        values = torch.randn(depth + 1, BATCH, LENGTH, DIM, generator=generator)
+        weight = torch.randn(VOCAB, DIM, generator=generator)
+        batches = make_batches(1, 1)
+        ((_, labels, positions),) = batches[0]
+        tokens = num_valid(batches)
+
+        hiddens = [h.clone().requires_grad_() for h in values]
+        whole = weight.clone().requires_grad_()
+        expected, _ = MTPLoss.Config(mtp_scale=SCALE).build()(
+            [h @ whole.T for h in hiddens], labels, tokens, positions=positions
+        )
+        expected.backward()
+
+        head = nn.Linear(DIM, VOCAB // 2, bias=False)
+        head.weight.data.copy_(weight.chunk(2)[self.rank])
+        inner = MTPLoss.Config(mtp_scale=SCALE, global_vocab_size=VOCAB)
+        loss_fn = MTPChunkedLoss.Config(num_chunks=5, loss_fn=inner).build()
+        loss_fn.set_lm_head(head)
+        ours = [h.clone().requires_grad_() for h in values]
+        previous = get_spmd_backend()
+        set_spmd_backend("spmd_types")
+        try:
+            with set_current_spmd_mesh(mesh):
+                for hidden in ours:
+                    spmd.assert_type(hidden, {group: spmd.R})
+                for tensor in (labels, positions, tokens):
+                    spmd.assert_type(tensor, {group: spmd.I})
+                spmd.assert_type(head.weight, {group: spmd.S(0)})
+                with typecheck(strict_mode="strict", local=False):
+                    loss, _ = loss_fn(ours, labels, tokens, positions=positions)
+            loss.backward()
+        finally:
+            set_spmd_backend(previous)
+        assert_close(loss.detach(), expected.detach())
+        assert_close(head.weight.grad, whole.grad.chunk(2)[self.rank], "head")
+        for hidden, reference in zip(ours, hiddens, strict=True):
+            dist.all_reduce(hidden.grad, group=group)
+            assert_close(hidden.grad, reference.grad, "hidden states")
 
 
 # --- the shipped job -----------------------------------------------------------------------------
