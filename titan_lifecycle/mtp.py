@@ -52,16 +52,17 @@ class AlignedMTPLoss(MTPLoss):
             for logits, target in zip(pred, labels, strict=True)
         ]
         is_type_checking = spmd.is_type_checking()
-        # As in torchtitan's losses: a sum divided by a scalar has no type of its own yet.
         with spmd.no_typecheck():
             if global_valid_tokens is not None:
                 terms = [term / global_valid_tokens for term in terms]
-            main, *auxiliary = terms
-            loss = main + sum(auxiliary) * (self.mtp_scale / len(auxiliary))
+            loss = terms[0] + sum(terms[1:]) * (self.mtp_scale / (len(terms) - 1))
+            terms = [term.detach() for term in terms]
             if is_type_checking:
-                spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+                # As torchtitan's losses: what is divided by a scalar has no type of its own yet.
+                for value in (loss, *terms):
+                    spmd.assert_type(value, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         names = ("main", *(f"mtp_{depth}" for depth in range(1, len(terms))))
-        return loss, {f"loss/{n}_mean": t.detach() for n, t in zip(names, terms, strict=True)}
+        return loss, {f"loss/{name}_mean": term for name, term in zip(names, terms, strict=True)}
 
 
 class MTPChunkedLoss(LifecycleChunkedLoss):
