@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""What the lifecycle costs and saves against torchtitan's own wrapper, in three parts::
+"""What the lifecycle costs and saves against torchtitan's own losses, in four parts::
 
     scripts/bench_lifecycle.py                 # all parts
     scripts/bench_lifecycle.py --part scope    # entering and leaving the scope, 1 process
     scripts/bench_lifecycle.py --part step     # an optimizer step of 8 microbatches, 4 ranks
     scripts/bench_lifecycle.py --part loss     # the loss alone, a process for each variant
+    scripts/bench_lifecycle.py --part mtp      # as loss, multi-token prediction
 
 Tables go to standard output, progress to standard error, and everything to ``--json FILE``. Times
 are of this machine; compare the ratios, whose two sides ran right after or in turn with each other.
@@ -28,12 +29,16 @@ loss: from hidden states [1, L, D] and a head [V, D] in float32 to the loss and 
 both, without FSDP. Memory is the peak resident set of the process above what was resident before
 the first call: temporaries and the two gradients, not the weight and the hidden states. Time is
 that of the fastest of `--calls` calls.
+
+mtp: as loss, with hidden states [1, L, D] of the main prediction and of each of `--mtp-layers`. The
+full logits are those of every prediction, as torchtitan's model returns them to its MTPLoss.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -56,14 +61,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import LinearCrossEntropyOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_lifecycle import report
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss, LinearCrossEntropyLoss
 from titan_lifecycle.fsdp_lifecycle import fsdp_partial_backwards
 from titan_lifecycle.measurements import StepCost
+from titan_lifecycle.mtp import MTPChunkedLoss
 
-PARTS = ("scope", "step", "loss")
+PARTS = ("scope", "step", "loss", "mtp")
 NUM_CHUNKS = 8
 _MIB = 2**20
 
@@ -250,6 +257,8 @@ def step_table(costs: dict[str, StepCost]) -> str:
 
 # --- loss ---
 
+# From hidden states [1, L, D], those of each prediction on top of each other, labels [1, L] and the
+# number of tokens.
 _LossCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -297,10 +306,37 @@ _LOSS_VARIANTS: dict[str, Callable[[nn.Linear], _LossCall]] = {
 }
 
 
+def _mtp_call(loss_fn: BaseLoss, predict: Callable[[torch.Tensor], torch.Tensor]) -> _LossCall:
+    def call(hidden: torch.Tensor, labels: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(labels.shape[1]).expand_as(labels)
+        pred = [predict(h) for h in hidden.split(1)]
+        loss: torch.Tensor = loss_fn(pred, labels, num_tokens, positions=positions)[0]
+        return loss
+
+    return call
+
+
+def _mtp_full_logits(head: nn.Linear) -> _LossCall:
+    return _mtp_call(MTPLoss.Config().build(), head)
+
+
+def _mtp_chunked(head: nn.Linear) -> _LossCall:
+    loss_fn = MTPChunkedLoss.Config(num_chunks=NUM_CHUNKS).build()
+    loss_fn.set_lm_head(head)
+    return _mtp_call(loss_fn, lambda hidden: hidden)
+
+
+_MTP_VARIANTS: dict[str, Callable[[nn.Linear], _LossCall]] = {
+    "MTPLoss, full logits": _mtp_full_logits,
+    "MTPChunkedLoss": _mtp_chunked,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LossCost:
     variant: str
     vocab: int
+    num_mtp_layers: int
     peak_bytes: int
     seconds: float
     loss: float
@@ -308,14 +344,17 @@ class LossCost:
     """Of the head's weight and of the hidden states: variants must agree."""
 
 
-def bench_loss(vocabs: Sequence[int], args: argparse.Namespace) -> list[LossCost]:
+def bench_loss(
+    variants: Sequence[str], num_mtp_layers: Sequence[int], args: argparse.Namespace
+) -> list[LossCost]:
     costs = []
-    for vocab in vocabs:
-        for variant in _LOSS_VARIANTS:
-            _progress(f"loss: vocabulary {vocab}, {variant}")
+    for vocab, depth in itertools.product(args.vocabs, num_mtp_layers):
+        for variant in variants:
+            _progress(f"loss: vocabulary {vocab}, {variant}" + (f", {depth} deep" if depth else ""))
             command = [sys.executable, __file__, "--loss-variant", variant]
-            command += ["--vocabs", str(vocab), "--length", str(args.length)]
-            command += ["--dim", str(args.dim), "--calls", str(args.calls)]
+            command += ["--vocabs", str(vocab), "--mtp-layers", str(depth)]
+            command += ["--length", str(args.length), "--dim", str(args.dim)]
+            command += ["--calls", str(args.calls)]
             child = subprocess.run(
                 command,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -323,7 +362,7 @@ def bench_loss(vocabs: Sequence[int], args: argparse.Namespace) -> list[LossCost
                 check=True,
             )
             costs.append(LossCost(**json.loads(child.stdout)))
-        _check_same_computation(costs[-len(_LOSS_VARIANTS) :])
+        _check_same_computation(costs[-len(variants) :])
     return costs
 
 
@@ -337,15 +376,18 @@ def _check_same_computation(costs: list[LossCost]) -> None:
             )
 
 
-def _loss_cost(variant: str, vocab: int, length: int, dim: int, calls: int) -> LossCost:
+def _loss_cost(
+    variant: str, vocab: int, num_mtp_layers: int, length: int, dim: int, calls: int
+) -> LossCost:
     """In a process of its own: a peak is of the whole process, and freed memory may stay."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # Libraries set themselves up in their first call.
-    _run_loss(variant, nn.Linear(dim, 64, bias=False), torch.randn(1, NUM_CHUNKS, dim))
+    predictions = 1 + num_mtp_layers
+    _run_loss(variant, nn.Linear(dim, 64, bias=False), torch.randn(predictions, NUM_CHUNKS, dim))
 
     head = nn.Linear(dim, vocab, bias=False)
-    hidden = torch.randn(1, length, dim)
+    hidden = torch.randn(predictions, length, dim)
     gc.collect()
     before = _status_bytes("VmRSS")
     # The peak so far, of imports, is forgotten: it becomes what is resident now.
@@ -353,7 +395,7 @@ def _loss_cost(variant: str, vocab: int, length: int, dim: int, calls: int) -> L
     seconds, loss, grad_norms = _run_loss(variant, head, hidden)
     peak = _status_bytes("VmHWM") - before
     more = [_run_loss(variant, head, hidden)[0] for _ in range(calls - 1)]
-    return LossCost(variant, vocab, peak, min([seconds, *more]), loss, grad_norms)
+    return LossCost(variant, vocab, num_mtp_layers, peak, min([seconds, *more]), loss, grad_norms)
 
 
 def _run_loss(
@@ -361,10 +403,10 @@ def _run_loss(
 ) -> tuple[float, float, list[float]]:
     """Seconds, loss and gradient norms of one call; the gradients are gone afterwards."""
     generator = torch.Generator().manual_seed(1)
-    labels = torch.randint(head.out_features, hidden.shape[:2], generator=generator)
+    labels = torch.randint(head.out_features, (1, hidden.shape[1]), generator=generator)
     num_tokens = torch.tensor(labels.numel())
     hidden = hidden.detach().requires_grad_()
-    call = _LOSS_VARIANTS[variant](head)
+    call = (_LOSS_VARIANTS | _MTP_VARIANTS)[variant](head)
     start = time.perf_counter()
     loss = call(hidden, labels, num_tokens)
     loss.backward()
@@ -384,22 +426,25 @@ def _status_bytes(key: str) -> int:
 
 
 def loss_table(costs: Sequence[LossCost]) -> str:
-    full = {c.vocab: c for c in costs if c.variant == "full logits"}
-    return _table(
-        ["vocabulary", "loss", "peak, MiB", "peak / full", "seconds", "seconds / full"],
-        [
+    full = {(c.vocab, c.num_mtp_layers): c for c in costs if "full logits" in c.variant}
+    of_mtp = any(c.num_mtp_layers for c in costs)
+    rows = []
+    for c in costs:
+        reference = full[c.vocab, c.num_mtp_layers]
+        rows.append(
             [
                 str(c.vocab),
+                *([str(c.num_mtp_layers)] if of_mtp else []),
                 c.variant,
                 f"{c.peak_bytes / _MIB:.0f}",
-                f"{c.peak_bytes / full[c.vocab].peak_bytes:.2f}",
+                f"{c.peak_bytes / reference.peak_bytes:.2f}",
                 f"{c.seconds:.2f}",
-                f"{c.seconds / full[c.vocab].seconds:.2f}",
+                f"{c.seconds / reference.seconds:.2f}",
             ]
-            for c in costs
-        ],
-        left=(1,),
-    )
+        )
+    headers = ["vocabulary", *(["MTP layers"] if of_mtp else []), "loss"]
+    headers += ["peak, MiB", "peak / full", "seconds", "seconds / full"]
+    return _table(headers, rows, left=(headers.index("loss"),))
 
 
 # --- all ---
@@ -434,20 +479,23 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--steps", type=int, default=4, help="the first warms up; default %(default)s"
     )
-    loss = parser.add_argument_group("loss")
+    loss = parser.add_argument_group("loss and mtp")
     loss.add_argument("--vocabs", type=int, nargs="+", default=[32768, 131072], metavar="V")
     loss.add_argument("--length", type=int, default=2048, help="L; default %(default)s")
     loss.add_argument("--dim", type=int, default=256, help="D; default %(default)s")
     loss.add_argument("--calls", type=int, default=1, help="default %(default)s")
-    # One variant in this process, as JSON: what the loss part starts.
-    loss.add_argument("--loss-variant", choices=_LOSS_VARIANTS, help=argparse.SUPPRESS)
+    loss.add_argument("--mtp-layers", type=int, nargs="+", default=[1, 2], metavar="N")
+    # One variant in this process, as JSON: what the loss and mtp parts start.
+    variants = [*_LOSS_VARIANTS, *_MTP_VARIANTS]
+    loss.add_argument("--loss-variant", choices=variants, help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.loss_variant is not None:
-        cost = _loss_cost(args.loss_variant, args.vocabs[0], args.length, args.dim, args.calls)
+        sizes = (args.vocabs[0], args.mtp_layers[0], args.length, args.dim)
+        cost = _loss_cost(args.loss_variant, *sizes, args.calls)
         print(json.dumps(asdict(cost)))
         return 0
 
@@ -461,7 +509,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             step = bench_step(args.seq_len, args.steps)
             table, figures[part] = step_table(step), {k: asdict(c) for k, c in step.items()}
         else:
-            loss = bench_loss(args.vocabs, args)
+            is_mtp = part == "mtp"
+            variants = list(_MTP_VARIANTS if is_mtp else _LOSS_VARIANTS)
+            loss = bench_loss(variants, args.mtp_layers if is_mtp else [0], args)
             table, figures[part] = loss_table(loss), [asdict(c) for c in loss]
         print(f"\n{table}\n", flush=True)
         if args.json is not None:

@@ -1,8 +1,13 @@
-"""For torchtitan's own launcher: the chunked loss as an ``override.imports`` target.
+"""The chunked losses as ``override.imports`` targets.
+
+``chunked_loss`` is for torchtitan's own launcher; a job file has it anyway:
 
 ``torchrun -m torchtitan.train --module llama3 --config llama3_debugmodel --override.imports
 titan_lifecycle.overrides.chunked_loss``, with fields of the loss as JSON where wanted:
 ``'titan_lifecycle.overrides.chunked_loss={"reduction": "coalesced"}'``.
+
+``chunked_mtp_loss`` needs this package's trainer, which job files and ``lifecycle_config`` use: the
+model must return hidden states, and torchtitan builds a model's root as it was before overrides.
 """
 
 from __future__ import annotations
@@ -10,11 +15,15 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config.override import derive, override
+from torchtitan.config.override import OverrideConfig, derive, override
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
+from titan_lifecycle.mtp import MTPChunkedLoss
 
-__all__ = ["chunked_loss", "lifecycle_loss"]
+__all__ = ["CHUNKED_MTP_LOSS", "chunked_loss", "chunked_mtp_loss", "imported", "lifecycle_loss"]
+
+CHUNKED_MTP_LOSS = f"{__name__}.chunked_mtp_loss"
 
 
 # Exact: GraphTrainer's subclass owns its parameter gradients and must stay.
@@ -35,6 +44,21 @@ def chunked_loss(config: ChunkedLossWrapper.Config, **fields: Any) -> LifecycleC
         fields.setdefault("num_chunks", None)
     derived: LifecycleChunkedLoss.Config = derive(config, LifecycleChunkedLoss.Config, **fields)
     return derived
+
+
+@override(  # type: ignore[misc]
+    target=MTPLoss.Config,
+    exact=True,
+    description="Multi-token prediction without full-sequence logits",
+)
+def chunked_mtp_loss(config: MTPLoss.Config, **fields: Any) -> MTPChunkedLoss.Config:
+    """``config`` as the inner loss of an ``MTPChunkedLoss.Config``, with these fields set."""
+    return MTPChunkedLoss.Config(loss_fn=config, **fields)
+
+
+def imported(config: OverrideConfig) -> list[str]:
+    """The targets in ``override.imports``, without their arguments."""
+    return [entry if isinstance(entry, str) else entry[0] for entry in config.imports]
 
 
 def lifecycle_loss(loss: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config.override import derive
+from torchtitan.config.override import OverrideConfig, derive
+from torchtitan.distributed.utils import dist_max, dist_sum
+from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -27,7 +29,8 @@ from titan_lifecycle.fsdp_lifecycle import preserved_policies, unsharded_gradien
 from titan_lifecycle.invocations import disable_forward_prefetch_in_backward, set_repeated_units
 from titan_lifecycle.measurements import StepMeasurements
 from titan_lifecycle.metrics import job_loss_rank
-from titan_lifecycle.overrides import lifecycle_loss
+from titan_lifecycle.mtp import MTPChunkedLoss, return_hidden_states
+from titan_lifecycle.overrides import CHUNKED_MTP_LOSS, imported, lifecycle_loss
 from titan_lifecycle.pipeline import (
     observe_split_backwards,
     register_metadata_inference_cleanup,
@@ -41,7 +44,7 @@ class LifecycleConfig:
     """The ``[lifecycle]`` section of a job."""
 
     enabled: bool = True
-    """False trains with torchtitan's own ChunkedLossWrapper and policies."""
+    """False trains with torchtitan's own ChunkedLossWrapper, or MTPLoss, and policies."""
 
     reduction: Literal["compatible", "coalesced"] = "compatible"
     """Who reduces the head's gradients where there is a choice: the chunk loop, bit for bit as
@@ -83,11 +86,20 @@ class LifecycleTrainer(Trainer):
             _validate(self)
 
     config: Config
+    loss_fn: Any
 
     def __init__(self, config: Config) -> None:
         _validate(config)
-        config.loss = _loss_for(config)
+        config.loss, config.override = _loss_for(config), _override_for(config)
         super().__init__(config)
+        self._loss_metrics: dict[str, torch.Tensor] = {}
+        if isinstance(self.loss_fn, LifecycleChunkedLoss):
+            # Not in its config: an override may have put it there, just now.
+            if config.lifecycle.reduction == "coalesced":
+                self.loss_fn.reduction = "coalesced"
+            if isinstance(self.loss_fn, MTPChunkedLoss):
+                return_hidden_states(self.model_parts[0])
+            self._record_loss_metrics()
         self._microbatch = 0
         self._roots: list[Any] = [p for p in self.model_parts if isinstance(p, FSDPModule)]
         self._collectives = CollectiveCounter(self.model_parts)
@@ -109,10 +121,12 @@ class LifecycleTrainer(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         self._microbatch = 0
         self._collectives.reset()
+        self._step_loss_metrics: dict[str, torch.Tensor] = {}
         with self._measurements or nullcontext():
             super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
-            self.metrics_processor.logger.log(self._collective_metrics(), self.step)
+            metrics = self._collective_metrics() | self._global_loss_metrics()
+            self.metrics_processor.logger.log(metrics, self.step)
 
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         is_last = self._microbatch == self.gradient_accumulation_steps - 1
@@ -120,6 +134,11 @@ class LifecycleTrainer(Trainer):
         policy = self._step_policy if self.parallel_dims.pp_enabled else self._microbatch_policy
         with self._collectives, policy(is_last):
             loss: torch.Tensor = super().forward_backward_step(**microbatch)
+        # Copies: a captured CUDA graph writes each microbatch's values to the same tensors.
+        values = {name: value.detach().clone() for name, value in self._loss_metrics.items()}
+        self._step_loss_metrics = ChunkedLossWrapper._combine_chunk_metrics(
+            self._step_loss_metrics, values
+        )
         return loss
 
     def train(self) -> None:
@@ -172,6 +191,40 @@ class LifecycleTrainer(Trainer):
             yield
         finally:
             schedule.step = step
+
+    def _record_loss_metrics(self) -> None:
+        """Keep what the loss reports of a microbatch: torchtitan's trainer drops it.
+
+        Validation and pipeline schedules have the loss itself, and are not recorded.
+        """
+        loss_fn = self.loss_fn
+
+        def record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss, self._loss_metrics = loss_fn(*args, **kwargs)
+            return loss, self._loss_metrics
+
+        self.loss_fn = record
+
+    def _global_loss_metrics(self) -> dict[str, float]:
+        """The loss's metrics of this step over all ranks, reduced as torchtitan's names say.
+
+        ``/max`` and ``/min``; all others, ``_mean`` or ``/frac``, are this rank's part of a mean
+        over all valid tokens, as the loss itself, and add up.
+        """
+        mesh = (
+            self.parallel_dims.get_optional_mesh("loss")
+            if self.parallel_dims.dp_cp_enabled
+            else None
+        )
+        metrics = {}
+        for name, value in self._step_loss_metrics.items():
+            if name.endswith("/max"):
+                metrics[name] = dist_max(value, mesh)
+            elif name.endswith("/min"):
+                metrics[name] = -dist_max(-value, mesh)
+            else:
+                metrics[name] = dist_sum(value, mesh)
+        return metrics
 
     def _log_cost(self) -> None:
         lifecycle = self.config.lifecycle
@@ -234,11 +287,17 @@ def _loss_for(config: LifecycleTrainer.Config) -> Any:
         if type(loss) is LifecycleChunkedLoss.Config:
             num_chunks = loss.num_chunks or ChunkedLossWrapper.Config().num_chunks
             return derive(loss, ChunkedLossWrapper.Config, num_chunks=num_chunks)
-        return loss
-    loss = lifecycle_loss(loss)
-    if isinstance(loss, LifecycleChunkedLoss.Config) and config.lifecycle.reduction == "coalesced":
-        return derive(loss, type(loss), reduction="coalesced")
-    return loss
+        return loss.loss_fn if type(loss) is MTPChunkedLoss.Config else loss
+    return lifecycle_loss(loss)
+
+
+def _override_for(config: LifecycleTrainer.Config) -> OverrideConfig:
+    """The overrides to apply, given ``[lifecycle]``."""
+    override = config.override
+    if config.lifecycle.enabled or CHUNKED_MTP_LOSS not in imported(override):
+        return override
+    entries = zip(override.imports, imported(override), strict=True)
+    return replace(override, imports=[e for e, target in entries if target != CHUNKED_MTP_LOSS])
 
 
 def _validate(config: LifecycleTrainer.Config) -> None:
@@ -260,6 +319,7 @@ def _validate(config: LifecycleTrainer.Config) -> None:
                 "only loss.num_chunks"
             )
         return
+    _validate_mtp(config)
     if lifecycle.retain_weights and parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
             "lifecycle.retain_weights is for training without a pipeline; with one the schedule "
@@ -282,4 +342,29 @@ def _validate(config: LifecycleTrainer.Config) -> None:
             "lifecycle.gradient_reduction, lifecycle.retain_weights and lifecycle.repeated_units "
             "change what each microbatch does, and a captured CUDA graph replays the first; set "
             "training.disable_cuda_graphs"
+        )
+
+
+def _validate_mtp(config: LifecycleTrainer.Config) -> None:
+    overridden = CHUNKED_MTP_LOSS in imported(config.override)
+    if not (overridden or isinstance(config.loss, MTPChunkedLoss.Config)):
+        return
+    # Exactly, as the override's target; it has replaced it where a built trainer's is checked.
+    if type(config.loss) not in (MTPLoss.Config, MTPChunkedLoss.Config):
+        raise ValueError(
+            f"override.imports names {CHUNKED_MTP_LOSS}, which replaces torchtitan's MTPLoss, but "
+            f"[loss] is a {type(config.loss).__qualname__}; start from a config with MTPLoss, as "
+            "job.config = 'deepseek_v3_debugmodel_mtp', or leave the override out"
+        )
+    model = config.model_spec.model if config.model_spec else None
+    if not isinstance(model, MTPDecoder.Config) or not model.mtp_layers:
+        raise ValueError(
+            "MTPChunkedLoss needs a model with MTP layers; choose a job.config that has them, as "
+            "'deepseek_v3_debugmodel_mtp'"
+        )
+    if config.validator.enable:
+        raise ValueError(
+            "validator.enable = true does not work with multi-token prediction: torchtitan's "
+            "validator gives the loss no positions, without which labels would cross documents; "
+            "set validator.enable = false"
         )

@@ -193,3 +193,30 @@ def test_layers_share_a_dense_mask_as_long_as_the_block_mask_lives():
 def test_score_mod_is_refused(attention, block_mask):
     with pytest.raises(ValueError, match="has no score_mod"):
         attention(*inputs(), attention_masks=block_mask, score_mod=lambda s, *_: s)
+
+
+@pytest.mark.parametrize("param_init", ["{'weight': torch.nn.init.normal_}", "None"])
+def test_a_sharded_parameter_is_drawn_as_if_it_were_whole(param_init):
+    """With an initializer, and without one, where torchtitan calls ``reset_parameters``."""
+    run_python(f"""
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.models.common import Linear
+from titan_lifecycle.cpu_backend import _draw_whole_parameters
+
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+config = Linear.Config(in_features=3, out_features=4, param_init={param_init})
+with torch.device("meta"):
+    whole, sharded = config.build(), config.build()
+fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+_draw_whole_parameters(sharded)
+for module in (whole, sharded):
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        module.init_states()
+assert torch.equal(sharded.weight.to_local(), whole.weight[2:])
+""")

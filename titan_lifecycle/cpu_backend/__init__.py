@@ -225,16 +225,34 @@ def _draw_whole_parameters(module: Any) -> None:
                 return
             full = torch.empty(param.shape, dtype=param.dtype)
             draw(full)
-            replicated = DTensor.from_local(
-                full, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False
-            )
-            param.copy_(replicated.redistribute(placements=param.placements))
+            _copy_whole(full, param)
 
         return draw_whole
 
+    def reset_whole(reset: Callable[[], None]) -> None:
+        sharded = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
+        for name, param in sharded.items():
+            module._parameters[name] = torch.nn.Parameter(
+                torch.empty(param.shape, dtype=param.dtype)
+            )
+        reset()
+        for name, param in sharded.items():
+            _copy_whole(module._parameters[name], param)
+            module._parameters[name] = param
+
     draws = getattr(module, "_param_init", None)
+    # Instance attributes, as the module's config sets the first. The second is what torchtitan
+    # calls without it, as for the MTP layers' projection.
     if draws is not None:
-        # An instance attribute, as the module's config sets it.
         module._param_init = {
             name: draw if draw is skip_param_init else whole(draw) for name, draw in draws.items()
         }
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        module.reset_parameters = functools.partial(reset_whole, reset)
+
+
+def _copy_whole(full: torch.Tensor, param: DTensor) -> None:
+    replicated = DTensor.from_local(
+        full, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False
+    )
+    param.copy_(replicated.redistribute(placements=param.placements))
