@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""What the lifecycle costs and saves against torchtitan's own losses, in four parts::
+"""What the lifecycle costs and saves against torchtitan's own losses, in five parts::
 
     scripts/bench_lifecycle.py                 # all parts
     scripts/bench_lifecycle.py --part scope    # entering and leaving the scope, 1 process
     scripts/bench_lifecycle.py --part step     # an optimizer step of 8 microbatches, 4 ranks
     scripts/bench_lifecycle.py --part loss     # the loss alone, a process for each variant
     scripts/bench_lifecycle.py --part mtp      # as loss, multi-token prediction
+    scripts/bench_lifecycle.py --part repeated # units invoked at every depth, 2 ranks
 
 Tables go to standard output, progress to standard error, and everything to ``--json FILE``. Times
 are of this machine; compare the ratios, whose two sides ran right after or in turn with each other.
@@ -32,6 +33,9 @@ that of the fastest of `--calls` calls.
 
 mtp: as loss, with hidden states [1, L, D] of the main prediction and of each of `--mtp-layers`. The
 full logits are those of every prediction, as torchtitan's model returns them to its MTPLoss.
+
+repeated: a decoder unit and two units of 2.1 million parameters each that every depth invokes, one
+step at a time with each policy in turn, on 2 Gloo ranks. The first step is not timed.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import spmd_types as spmd
 import torch
@@ -59,6 +63,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import LinearCrossEntropyOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
@@ -66,11 +71,13 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_lifecycle import report
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss, LinearCrossEntropyLoss
-from titan_lifecycle.fsdp_lifecycle import fsdp_partial_backwards
+from titan_lifecycle.collectives import CollectiveCounter
+from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor, fsdp_partial_backwards
+from titan_lifecycle.invocations import RepeatedUnits, set_repeated_units
 from titan_lifecycle.measurements import StepCost
 from titan_lifecycle.mtp import MTPChunkedLoss
 
-PARTS = ("scope", "step", "loss", "mtp")
+PARTS = ("scope", "step", "loss", "mtp", "repeated")
 NUM_CHUNKS = 8
 _MIB = 2**20
 
@@ -447,6 +454,129 @@ def loss_table(costs: Sequence[LossCost]) -> str:
     return _table(headers, rows, left=(headers.index("loss"),))
 
 
+# --- repeated ---
+
+_REPEATED_RANKS = 2
+_REPEATED_DIM = 512
+
+
+class _Depths(nn.Module):
+    """A decoder unit, and two units that every prediction depth invokes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dim = _REPEATED_DIM
+        self.decoder, self.merge, self.predict = (
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.Tanh(), nn.Linear(4 * dim, dim))
+            for _ in range(3)
+        )
+
+    def forward(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
+        hidden = self.decoder(hidden)
+        total = hidden.sum()
+        for _ in range(depth):
+            hidden = self.predict(self.merge(hidden))
+            total = total + hidden.sum()
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedCost:
+    """Of one step after the first, on rank 0; seconds are a median."""
+
+    depth: int
+    policy: str
+    first_all_gathers: int
+    all_gathers: int
+    reduce_scatters: int
+    peak_weight_bytes: int
+    seconds: float
+
+
+def bench_repeated(depths: Sequence[int], steps: int) -> list[RepeatedCost]:
+    costs = []
+    for depth in depths:
+        _progress(f"repeated: depth {depth}")
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=_REPEATED_RANKS,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+        )
+        costs += elastic_launch(config, _repeated_costs)(depth, steps)[0]
+    return costs
+
+
+def _repeated_costs(depth: int, steps: int) -> list[RepeatedCost]:
+    """On each rank: the policies take turns, each on its own model."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (_REPEATED_RANKS,), mesh_dim_names=("dp_shard",))
+    hidden = torch.randn(64, _REPEATED_DIM)
+    models, counts, peaks = {}, {}, {}
+    seconds: dict[str, list[float]] = {"release": [], "retain": []}
+    for policy in get_args(RepeatedUnits):
+        model = models[policy] = _Depths()
+        for unit in (model.decoder, model.merge, model.predict, model):
+            fully_shard(unit, mesh=mesh)
+        set_repeated_units(model, policy)
+        counts[policy] = []
+    for _ in range(1 + steps):
+        for policy, model in models.items():
+            with CollectiveCounter([model]) as counter, ResidencyMonitor([model]) as monitor:
+                start = time.perf_counter()
+                model(hidden, depth).backward()
+                seconds[policy].append(time.perf_counter() - start)
+            counts[policy].append(counter.counts.calls)
+            peaks[policy] = monitor.peak_weight_bytes
+    dist.destroy_process_group()
+    return [
+        RepeatedCost(
+            depth,
+            policy,
+            counts[policy][0]["all_gather"],
+            counts[policy][-1]["all_gather"],
+            counts[policy][-1]["reduce_scatter"],
+            peaks[policy],
+            statistics.median(seconds[policy][1:]),
+        )
+        for policy in models
+    ]
+
+
+def repeated_table(costs: Sequence[RepeatedCost]) -> str:
+    released = {c.depth: c for c in costs if c.policy == "release"}
+    return _table(
+        [
+            "depth",
+            "repeated_units",
+            "all-gathers, first step",
+            "all-gathers",
+            "reduce-scatters",
+            "peak gathered weights, MiB",
+            "step, ms",
+            "step / release",
+        ],
+        [
+            [
+                str(c.depth),
+                c.policy,
+                str(c.first_all_gathers),
+                str(c.all_gathers),
+                str(c.reduce_scatters),
+                f"{c.peak_weight_bytes / _MIB:.1f}",
+                f"{c.seconds * 1e3:.1f}",
+                f"{c.seconds / released[c.depth].seconds:.2f}",
+            ]
+            for c in costs
+        ],
+        left=(1,),
+    )
+
+
 # --- all ---
 
 
@@ -485,6 +615,9 @@ def _parser() -> argparse.ArgumentParser:
     loss.add_argument("--dim", type=int, default=256, help="D; default %(default)s")
     loss.add_argument("--calls", type=int, default=1, help="default %(default)s")
     loss.add_argument("--mtp-layers", type=int, nargs="+", default=[1, 2], metavar="N")
+    repeated = parser.add_argument_group("repeated")
+    repeated.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4], metavar="K")
+    repeated.add_argument("--repeated-steps", type=int, default=10, help="default %(default)s")
     # One variant in this process, as JSON: what the loss and mtp parts start.
     variants = [*_LOSS_VARIANTS, *_MTP_VARIANTS]
     loss.add_argument("--loss-variant", choices=variants, help=argparse.SUPPRESS)
@@ -508,6 +641,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif part == "step":
             step = bench_step(args.seq_len, args.steps)
             table, figures[part] = step_table(step), {k: asdict(c) for k, c in step.items()}
+        elif part == "repeated":
+            repeated = bench_repeated(args.depths, args.repeated_steps)
+            table, figures[part] = repeated_table(repeated), [asdict(c) for c in repeated]
         else:
             is_mtp = part == "mtp"
             variants = list(_MTP_VARIANTS if is_mtp else _LOSS_VARIANTS)

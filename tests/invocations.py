@@ -319,8 +319,13 @@ class TestInvocations:
 
     @parametrize("depth", [1, 2, 3])
     @parametrize("explicit", [False, True])
-    def test_retain_gathers_once_a_forward_and_once_a_backward(self, depth, explicit) -> None:
-        model = self.build_chain("retain", depth=depth, explicit=explicit)
+    @parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+    def test_retain_gathers_once_a_forward_and_once_a_backward(
+        self, depth, explicit, checkpointing
+    ) -> None:
+        model = self.build_chain(
+            "retain", depth=depth, explicit=explicit, checkpointing=checkpointing
+        )
         # The first forward does not know yet that A and B come again.
         first, _ = self.backward(model)
         again = ["A", "B"] if depth > 1 else []
@@ -384,6 +389,26 @@ class TestInvocations:
                     m(tokens, offset)[1].sum().backward()
                 self.assertEqual(s.gradients(model), s.gradients(reference))
                 self.assert_clean(model)
+
+    def test_a_prefetched_unit_that_takes_no_part_is_released(self) -> None:
+        class Branches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stem, self.aside, self.end = (nn.Linear(DIM, DIM) for _ in range(3))
+
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                x = self.stem(x)
+                return self.aside(x), self.end(x)
+
+        model = Branches().to(self.device)
+        for unit in (*model.children(), model):
+            fully_shard(unit, mesh=self.mesh())
+        set_repeated_units(model, "release")
+        model.set_is_last_backward(False)  # torch then leaves it in flight
+        model(torch.ones(BATCH, DIM, device=self.device))[1].sum().backward()
+        self.assertEqual(s.unsharded_groups(model), [])
+        in_flight = [what for what in s.leftovers(model) if "in flight" in what]
+        self.assertEqual(in_flight, [])
 
     @parametrize("policy", ["release", "retain"])
     def test_an_evaluation_changes_nothing(self, policy) -> None:
@@ -489,9 +514,21 @@ class TestInvocations:
                 lambda y: m.A(m.A(m.D(y))), checkpoint(m.A, x, use_reentrant=r), use_reentrant=r
             )
             events = record_events(model)
+            recomputed: list[int] = []
+
+            def check_begun(*_, events=events, recomputed=recomputed) -> None:
+                if torch._C._current_graph_task_id() != -1:
+                    # The second segment first: invocations 1 and 2, then 0.
+                    index = (1, 2, 0)[len(recomputed)]
+                    recomputed.append(index)
+                    self.assertIn(f"pre A{index}", events)
+
+            model.A.register_forward_hook(check_begun, always_call=True)
             for _ in range(2):
                 events.clear()
+                recomputed.clear()
                 self.backward(model)
+                self.assertEqual(recomputed, [1, 2, 0])
                 pre = [e for e in events if e.startswith("pre A")]
                 post = [e for e in events if e.startswith("post A")]
                 self.assertEqual(sorted(pre), ["pre A0", "pre A1", "pre A2"])
@@ -613,19 +650,20 @@ class TestInvocations:
             model = s.shard(s.make_model(case, device=self.device), self.mesh(), case.grouping)
             loss_fn = s.make_loss(case)
             loss_fn.set_lm_head(model.lm_head)
-            ready: Counter[str] = Counter()
-            completed: Counter[str] = Counter()
-            register_lifecycle_callbacks(
-                model,
-                grads_ready=lambda fqn, ready=ready: ready.update([fqn]),
-                post_backward=lambda fqn, i, completed=completed: completed.update([fqn]),
-            )
-            batches = s.make_batches(2, self.world_size)
-            s.run_step(model, loss_fn, case, batches, rank=self.rank, device=self.device)
-            self.assertEqual(set(ready.values()), {2}, (case, ready))
-            (head,) = [fqn for fqn in completed if "lm_head" in fqn]
-            self.assertGreaterEqual(completed[head], 2 * s.NUM_CHUNKS)
-            self.assert_clean(model)
+            events = record_events(model)
+            for seed in range(2):
+                events.clear()
+                batches = s.make_batches(1, self.world_size, seed=seed)
+                s.run_step(model, loss_fn, case, batches, rank=self.rank, device=self.device)
+                ready = Counter(e for e in events if e.startswith("ready"))
+                self.assertEqual(set(ready.values()), {1}, (case, events))
+                (head,) = [e for e in ready if "lm_head" in e]
+                passes = [e for e in events if e.startswith("post") and "lm_head" in e]
+                self.assertGreaterEqual(len(passes), s.NUM_CHUNKS)
+                before = events[: events.index(head)]
+                num_before = sum(e.startswith("post") and "lm_head" in e for e in before)
+                self.assertGreaterEqual(num_before, s.NUM_CHUNKS, events)
+                self.assert_clean(model)
 
     # Pipelines #
 

@@ -1,4 +1,6 @@
-"""FSDP2's lifecycle around partial backwards: the only module that touches private FSDP2 state.
+"""FSDP2's lifecycle around partial backwards.
+
+With ``invocations``, the only module that touches private FSDP2 state.
 
 [Note: Partial backwards and FSDP finalization]
 FSDP2 takes the end of every autograd pass for the end of a backward. The final callback of
@@ -36,7 +38,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -119,8 +121,8 @@ def missing_private_names() -> list[str]:
     return missing_names(_PRIVATE_NAMES)
 
 
-def missing_names(required: dict[type, tuple[str, ...]]) -> list[str]:
-    """The names in ``required`` that their class lacks, as ``Class.name``.
+def missing_names(required: Mapping[Any, tuple[str, ...]]) -> list[str]:
+    """The names in ``required`` that their class or module lacks, as ``Class.name``.
 
     An instance attribute counts as present when the class annotates it or assigns it in
     ``__init__``.

@@ -74,7 +74,9 @@ __all__ = [
 RepeatedUnits = Literal["release", "retain"]
 """What happens to a unit's gathered weights between its invocations in one forward or backward."""
 
-PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
+PRIVATE_NAMES: dict[Any, tuple[str, ...]] = {
+    torch._C: ("_current_autograd_node", "_current_graph_task_id", "_will_engine_execute_node"),
+    torch._C._autograd: ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
     FSDPState: (
         "_cast_forward_inputs",
         "_force_complete_incomplete_states",
@@ -374,6 +376,7 @@ class _Tracker:
 
     def end_pass(self) -> None:
         """An inner pass of a partial-backwards scope has ended, and no backward."""
+        self.is_split = None
         for forward in self.in_backward & self.pending.keys():
             for invocation in self.pending[forward]:
                 if invocation.begun:
