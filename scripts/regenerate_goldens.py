@@ -48,8 +48,6 @@ TOLERANCE = {"loss": 1e-3, "grad_norm": 2e-2}
 FINGERPRINT = ("device", "capability", "torch", "torchtitan", "communication")
 
 COMMON = ("--debug.deterministic", "--debug.seed", "42", "--dataloader.dataset", "lifecycle_fixed")
-# On the CPU small, because `make test` runs them all.
-CPU = ("--training.seq_len", "64", "--training.steps", "5")
 GPU = ("--training.steps", "10")
 
 # One thread, and one instruction set that AMD and Intel processors share.
@@ -164,9 +162,17 @@ def jobs_of(backend: str) -> list[str]:
     return [h.path.stem for h in headers if "debugmodel" in h.config and h.nproc_per_node in sizes]
 
 
-def settings(backend: str) -> tuple[str, ...]:
-    """What a golden run changes in its job."""
-    return (*COMMON, *(CPU if backend == "cpu_gloo" else GPU))
+def settings(job: str, backend: str) -> tuple[str, ...]:
+    """What a golden run changes in its job. On the CPU it is small: `make test` runs them all."""
+    from titan_lifecycle.job import read_header
+
+    if backend != "cpu_gloo":
+        return (*COMMON, *GPU)
+    parallelism = read_header(CONFIGS / f"{job}.toml").file.document.get("parallelism", {})
+    num_cp_ranks = parallelism.get("context_parallel_degree", 1)
+    # Context parallelism splits a sequence into whole blocks of FlexAttention's mask.
+    seq_len = 64 if num_cp_ranks == 1 else 128 * num_cp_ranks
+    return (*COMMON, "--training.seq_len", str(seq_len), "--training.steps", "5")
 
 
 def environment(backend: str) -> dict[str, str]:
@@ -178,7 +184,7 @@ def measure(job: str, backend: str) -> dict[int, dict[str, float]]:
     folder = Path(tempfile.mkdtemp(prefix=f"{job}_"))
     arguments = [
         *(sys.executable, "-m", "titan_lifecycle", "train", str(CONFIGS / f"{job}.toml")),
-        *(*settings(backend), "--dump_folder", str(folder)),
+        *(*settings(job, backend), "--dump_folder", str(folder)),
     ]
     run = subprocess.run(
         arguments,
@@ -215,7 +221,7 @@ def provenance(job: str, backend: str) -> dict[str, str]:
     from titan_lifecycle.job import read_header
 
     path = CONFIGS / f"{job}.toml"
-    loaded = worker.load(read_header(path), list(settings(backend)))
+    loaded = worker.load(read_header(path), list(settings(job, backend)))
     degrees = loaded.config.parallelism
     named = {
         "HSDP": degrees.data_parallel_replicate_degree,
@@ -235,7 +241,7 @@ def provenance(job: str, backend: str) -> dict[str, str]:
         capability = f"{major}.{minor}, {toolkit}"
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         communication = f"{'RCCL' if torch.version.hip else 'NCCL'} {nccl}"
-    run = ["titan-lifecycle", "train", f"configs/{job}.toml", *settings(backend)]
+    run = ["titan-lifecycle", "train", f"configs/{job}.toml", *settings(job, backend)]
     variables = [f"{name}={value}" for name, value in environment(backend).items()]
     return {
         "config": job,
