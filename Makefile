@@ -1,6 +1,6 @@
 # make demo   train a small llama3 on this machine's CPU, on 4 processes
 # make test   run the tests
-# make lint   check style and types
+# make lint   check style, types and workflows
 #
 # Each sets up what it needs in .venv; PYTHON selects the interpreter that creates it.
 
@@ -20,10 +20,11 @@ test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-dev
-	@echo "lint: ruff and mypy"
+	@echo "lint: ruff, mypy and actionlint"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/actionlint -shellcheck=$(BIN)/shellcheck -pyflakes=
 
 clean:
 	rm -rf $(VENV) outputs

@@ -7,9 +7,9 @@
     scripts/regenerate_goldens.py --job llama3_fsdp    # one job
     scripts/regenerate_goldens.py --check              # compare, write nothing
 
-A golden is written when two independent runs agree bit for bit. A check compares bit for bit where
-the device, its capability and the versions are those of the golden, and within TOLERANCE elsewhere;
-it says which.
+A golden is written only when two independent runs agree bit for bit. A check compares bit for bit
+where the device, its capability and the versions are those of the golden, and within TOLERANCE
+elsewhere; it says which.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import datetime
 import hashlib
 import math
 import os
+import platform
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,10 +36,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "goldens"
 CONFIGS = ROOT / "configs"
+# TensorBoard stores a float32. torchtitan computes both in float32, so nothing is lost.
 METRICS = {"loss": "loss_metrics/global_avg_loss", "grad_norm": "grad_norm"}
 
 # Relative, per step. Another instruction set or library version moves the last bits, and training
-# spreads them: AVX2 and AVX-512 differ from the fourth step on.
+# spreads them: AVX-512 in place of AVX2 moves deepseek_v3_fsdp by 3e-6 in five steps.
 TOLERANCE = {"loss": 1e-3, "grad_norm": 2e-2}
 
 # What must match for bits to be compared. Not the version of this package: a change of ours that
@@ -44,7 +48,6 @@ TOLERANCE = {"loss": 1e-3, "grad_norm": 2e-2}
 FINGERPRINT = ("device", "capability", "torch", "torchtitan", "communication")
 
 COMMON = ("--debug.deterministic", "--debug.seed", "42", "--dataloader.dataset", "lifecycle_fixed")
-CPU = ("--training.seq_len", "64", "--training.steps", "8")
 GPU = ("--training.steps", "10")
 
 # One thread, and one instruction set that AMD and Intel processors share.
@@ -62,21 +65,27 @@ class GoldenError(Exception):
 
 @dataclass(frozen=True)
 class Golden:
-    """The header, by name, and one row a step, by metric."""
+    """The header, by name, and one row a step, by metric.
 
-    header: Mapping[str, str]
+    The older form of two columns, step and loss, has no header.
+    """
+
     steps: Mapping[int, Mapping[str, float]]
+    header: Mapping[str, str] = field(default_factory=dict)
 
-    def text(self, *, columns: Sequence[str] = tuple(METRICS)) -> str:
-        lines = [f"# {name}: {value}" for name, value in self.header.items()]
-        lines.append(f"# step {' '.join(columns)}")
+    def text(self, *, two_columns: bool = False) -> str:
+        columns = ["loss"] if two_columns else list(METRICS)
+        lines = []
+        if not two_columns:
+            lines = [f"# {name}: {value}" for name, value in self.header.items()]
+            lines.append(f"# step {' '.join(columns)}")
         for step, values in self.steps.items():
             lines.append(" ".join([str(step), *(repr(values[name]) for name in columns)]))
         return "\n".join(lines) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Golden:
-        header, columns, steps = {}, list[str](), dict[int, dict[str, float]]()
+        header, columns, steps = {}, ["loss"], dict[int, dict[str, float]]()
         for line in text.splitlines():
             if line.startswith("# step "):
                 columns = line.split()[2:]
@@ -86,7 +95,7 @@ class Golden:
             elif line:
                 step, *values = line.split()
                 steps[int(step)] = dict(zip(columns, map(float, values), strict=True))
-        return cls(header, steps)
+        return cls(steps, header)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,30 +108,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--plots", type=Path, default=ROOT / "outputs/goldens", help="folder for old/new curves"
     )
     args = parser.parse_args(argv)
+    failures = []
     try:
         backend = this_backend()
         if args.backend not in (None, backend):
             raise GoldenError(f"this machine's backend is {backend}; it cannot make {args.backend}")
         jobs = args.job or jobs_of(backend)
+        for job in jobs:
+            if not (CONFIGS / f"{job}.toml").exists():
+                raise GoldenError(f"{job} is no shipped job; {backend} has {jobs_of(backend)}")
         if args.check and not (GOLDENS / backend).is_dir():
             raise GoldenError(
                 f"there are no goldens for {backend}; make them on this machine with "
-                f"{command(jobs)} and have them reviewed"
+                f"{command(args.job or ())} and have them reviewed"
             )
-        failures = [
-            message
-            for job in jobs
-            if (message := (check if args.check else regenerate)(job, backend, args)) is not None
-        ]
     except GoldenError as error:
-        failures = [str(error)]
+        jobs, failures = [], [str(error)]
+    for job in jobs:
+        try:
+            failure = check(job, backend) if args.check else regenerate(job, backend, args)
+        except GoldenError as error:
+            failure = str(error)
+        if failure is not None:
+            failures.append(failure)
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
 def command(jobs: Sequence[str]) -> str:
-    return "scripts/regenerate_goldens.py " + " ".join(f"--job {job}" for job in jobs)
+    return " ".join(["scripts/regenerate_goldens.py", *(f"--job {job}" for job in jobs)])
 
 
 def this_backend() -> str:
@@ -132,8 +147,9 @@ def this_backend() -> str:
     if not torch.cuda.is_available():
         return "cpu_gloo"
     kind = "rocm" if torch.version.hip else "cuda"
-    name = re.sub(r"(?i)nvidia|amd|instinct|geforce|tesla|\(.*\)", "", torch.cuda.get_device_name())
-    model = re.split(r"[\s_-]+", name.strip().lower())[0]
+    words = re.findall(r"\w+", torch.cuda.get_device_name().lower())
+    # As in "NVIDIA A100-SXM4-80GB" or "AMD Instinct MI350X": the model is the first with a digit.
+    model = next((word for word in words if re.search(r"\d", word)), "_".join(words))
     return f"{kind}_{model}"
 
 
@@ -146,38 +162,69 @@ def jobs_of(backend: str) -> list[str]:
     return [h.path.stem for h in headers if "debugmodel" in h.config and h.nproc_per_node in sizes]
 
 
-def measure(job: str, backend: str, overrides: Sequence[str] = ()) -> dict[int, dict[str, float]]:
+def settings(job: str, backend: str) -> tuple[str, ...]:
+    """What a golden run changes in its job. On the CPU it is small: `make test` runs them all."""
+    from titan_lifecycle.job import read_header
+
+    if backend != "cpu_gloo":
+        return (*COMMON, *GPU)
+    document = read_header(CONFIGS / f"{job}.toml").file.document
+    num_cp_ranks = document.get("parallelism", {}).get("context_parallel_degree", 1)
+    # Context parallelism splits a sequence into whole blocks of FlexAttention's mask.
+    seq_len = 64 if num_cp_ranks == 1 else 128 * num_cp_ranks
+    # A loss is a mean that hides last bits at first: another order of additions in
+    # llama3_fsdp_accumulate shows at step 8.
+    num_steps = 8 if "global_batch_size" in document.get("training", {}) else 5
+    return (*COMMON, "--training.seq_len", str(seq_len), "--training.steps", str(num_steps))
+
+
+def environment(backend: str) -> dict[str, str]:
+    return CPU_ENVIRONMENT if backend == "cpu_gloo" else {}
+
+
+def measure(job: str, backend: str) -> dict[int, dict[str, float]]:
     """Run ``job`` through the ordinary launcher; the metrics as TensorBoard has them."""
-    on_cpu = backend == "cpu_gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            *(sys.executable, "-m", "titan_lifecycle", "train", str(CONFIGS / f"{job}.toml")),
-            *(*COMMON, *(CPU if on_cpu else GPU), *overrides, "--dump_folder", folder),
-        ]
-        environment = os.environ | (CPU_ENVIRONMENT if on_cpu else {})
-        run = subprocess.run(
-            arguments, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    folder = Path(tempfile.mkdtemp(prefix=f"{job}_"))
+    arguments = [
+        *(sys.executable, "-m", "titan_lifecycle", "train", str(CONFIGS / f"{job}.toml")),
+        *(*settings(job, backend), "--dump_folder", str(folder)),
+    ]
+    run = subprocess.run(
+        arguments,
+        env=os.environ | environment(backend),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode != 0:
+        raise GoldenError(
+            f"{job}: the run failed; its ranks' logs are in {folder}:\n{run.stderr[-2000:]}"
         )
-        if run.returncode != 0:
-            raise GoldenError(f"{job}: the run failed:\n{run.stderr[-2000:]}")
-        (directory,) = Path(folder, "tb").iterdir()
-        events = EventAccumulator(str(directory))
-        events.Reload()
-        columns = {
-            name: {event.step: event.value for event in events.Scalars(tag)}
-            for name, tag in METRICS.items()
-        }
+    metrics = read_metrics(folder)
+    shutil.rmtree(folder)
+    return metrics
+
+
+def read_metrics(dump_folder: Path) -> dict[int, dict[str, float]]:
+    (directory,) = (dump_folder / "tb").iterdir()
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    columns = {
+        name: {event.step: event.value for event in events.Scalars(tag)}
+        for name, tag in METRICS.items()
+    }
     return {step: {name: columns[name][step] for name in METRICS} for step in columns["loss"]}
 
 
 def provenance(job: str, backend: str) -> dict[str, str]:
     import torch
 
-    from titan_lifecycle.job import load_job
+    from titan_lifecycle import worker
+    from titan_lifecycle.job import read_header
 
     path = CONFIGS / f"{job}.toml"
-    # Only to read the degrees: the device does not matter, but CUDA graphs would be refused.
-    loaded = load_job(path, device_defaults={"training.disable_cuda_graphs": True})
+    loaded = worker.load(read_header(path), list(settings(job, backend)))
     degrees = loaded.config.parallelism
     named = {
         "HSDP": degrees.data_parallel_replicate_degree,
@@ -187,19 +234,18 @@ def provenance(job: str, backend: str) -> dict[str, str]:
         "EP": degrees.expert_parallel_degree,
         "PP": degrees.pipeline_parallel_degree,
     }
-    on_cpu = backend == "cpu_gloo"
-    if on_cpu:
-        device = next(
-            line.partition(": ")[2]
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        )
-        capability, communication = CPU_ENVIRONMENT["ATEN_CPU_CAPABILITY"], "gloo"
+    if backend == "cpu_gloo":
+        device, capability = cpu()
+        communication = "gloo, torch's own"
     else:
         device = torch.cuda.get_device_name()
         major, minor = torch.cuda.get_device_capability()
-        capability = f"{major}.{minor} {torch.version.hip or torch.version.cuda}"
-        communication = "nccl " + ".".join(map(str, torch.cuda.nccl.version()))
+        toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        capability = f"{major}.{minor}, {toolkit}"
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        communication = f"{'RCCL' if torch.version.hip else 'NCCL'} {nccl}"
+    run = ["titan-lifecycle", "train", f"configs/{job}.toml", *settings(job, backend)]
+    variables = [f"{name}={value}" for name, value in environment(backend).items()]
     return {
         "config": job,
         "ngpu": str(loaded.header.nproc_per_node),
@@ -213,9 +259,23 @@ def provenance(job: str, backend: str) -> dict[str, str]:
         "titan_lifecycle": version("titan_lifecycle"),
         "seed": "42",
         "command": command([job]),
+        "run": shlex.join([*variables, *run]),
         "job_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def cpu() -> tuple[str, str]:
+    """The processor's model, and the instruction set that a run on it is pinned to."""
+    cpuinfo = dict[str, str]()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        cpuinfo.setdefault(name.strip(), value.strip())
+    machine = platform.machine()
+    pinned = CPU_ENVIRONMENT["ATEN_CPU_CAPABILITY"]
+    # Arm has neither line, and ignores the variable.
+    has_it = pinned in cpuinfo.get("flags", "").split()
+    return cpuinfo.get("model name", machine), pinned if has_it else machine
 
 
 def regenerate(job: str, backend: str, args: argparse.Namespace) -> str | None:
@@ -223,45 +283,52 @@ def regenerate(job: str, backend: str, args: argparse.Namespace) -> str | None:
     if difference := first_difference(first, second):
         return f"{job}: two runs differ, nothing was written: {difference}"
     path = GOLDENS / backend / f"{job}.txt"
-    new = Golden(provenance(job, backend), first)
-    if path.exists():
-        old = Golden.parse(path.read_text())
-        print(f"{job}: {summary(old.steps, new.steps)}")
-        if old.steps != new.steps:
-            print(f"{job}: old and new curves in {plot(job, old.steps, new.steps, args.plots)}")
-    else:
-        print(f"{job}: new golden, {len(first)} steps")
+    old = Golden.parse(path.read_text()) if path.exists() else None
+    new = Golden(first, provenance(job, backend))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(new.text(columns=("loss",) if args.two_columns else tuple(METRICS)))
+    temporary.write_text(new.text(two_columns=args.two_columns))
     os.replace(temporary, path)
+    if old is None:
+        print(f"{job}: new golden, {len(first)} steps")
+    else:
+        print(f"{job}: {summary(old.steps, first)}")
+        if first_difference(old.steps, first):
+            print(f"{job}: old and new curves in {plot(job, old.steps, first, args.plots)}")
     return None
 
 
-def check(job: str, backend: str, args: argparse.Namespace) -> str | None:
+def check(job: str, backend: str) -> str | None:
+    golden = load(job, backend)
+    return compare(job, golden, Golden(measure(job, backend), provenance(job, backend)))
+
+
+def load(job: str, backend: str) -> Golden:
     path = GOLDENS / backend / f"{job}.txt"
     if not path.exists():
-        return f"{job}: there is no golden for {backend}; make it with {command([job])}"
-    return compare(
-        Golden.parse(path.read_text()), Golden(provenance(job, backend), measure(job, backend))
-    )
+        raise GoldenError(f"{job}: there is no golden for {backend}; make it with {command([job])}")
+    return Golden.parse(path.read_text())
 
 
-def compare(golden: Golden, measured: Golden) -> str | None:
+def compare(job: str, golden: Golden, measured: Golden) -> str | None:
     """What is wrong, or None. Says on standard output how it compared."""
-    job = golden.header["config"]
     renew = f"if the change is meant, renew it with {command([job])}"
-    if golden.header["job_sha256"] != measured.header["job_sha256"]:
-        return f"{job}: the job file has changed since the golden was made; {renew}"
-    others = [k for k in FINGERPRINT if golden.header[k] != measured.header[k]]
-    if difference := first_difference(
-        golden.steps, measured.steps, tolerance=TOLERANCE if others else None
-    ):
-        return f"{job}: {difference}; {renew}"
+    here = measured.header
+    there = golden.header or here  # the form of two columns does not say
+    for name, what in (("job_sha256", "the job file has"), ("run", "the settings of a run have")):
+        if there[name] != here[name]:
+            return f"{job}: {what} changed since the golden was made; {renew}"
+    reasons = [f"{k} {there[k]!r} became {here[k]!r}" for k in FINGERPRINT if there[k] != here[k]]
+    if not golden.header:
+        reasons = ["the golden does not say where it was made"]
     how = "bit for bit"
-    if others:
-        changed = ", ".join(f"{k} {golden.header[k]} -> {measured.header[k]}" for k in others)
-        how = f"within {TOLERANCE} relative, because {changed}"
+    if reasons:
+        limits = ", ".join(f"{name} {limit:g}" for name, limit in TOLERANCE.items())
+        how = f"within a relative tolerance ({limits}), because {'; '.join(reasons)}"
+    if difference := first_difference(
+        golden.steps, measured.steps, tolerance=TOLERANCE if reasons else None
+    ):
+        return f"{job}: {difference}; compared {how}; {renew}"
     print(f"{job}: agrees {how}")
     return None
 
@@ -292,10 +359,13 @@ def summary(old: Mapping[int, Mapping[str, float]], new: Mapping[int, Mapping[st
     if difference is None:
         return "unchanged"
     largest = max(
-        abs(new[step][name] - value) / abs(value)
-        for step, values in old.items()
-        if step in new
-        for name, value in values.items()
+        (
+            abs(new[step][name] - value) / abs(value)
+            for step, values in old.items()
+            if step in new
+            for name, value in values.items()
+        ),
+        default=math.nan,
     )
     return f"{difference}; largest relative difference {largest:.2e}"
 
@@ -311,13 +381,27 @@ def plot(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(METRICS), figsize=(10, 4), layout="constrained")
-    for axis, name in zip(axes, METRICS, strict=True):
+    figure, axes = pyplot.subplots(
+        *(2, len(METRICS)), figsize=(10, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
+    )
+    figure.suptitle(job)
+    for (curves, differences), name in zip(axes.T, METRICS, strict=True):
         for label, steps, style in (("old", old, "o-"), ("new", new, "x--")):
             rows = {step: values[name] for step, values in steps.items() if name in values}
-            axis.plot(list(rows), list(rows.values()), style, label=label)
-        axis.set(title=f"{job}: {name}", xlabel="step")
-        axis.legend()
+            curves.plot(list(rows), list(rows.values()), style, label=label)
+        # The curves lie on each other where only the last bits differ.
+        relative = {
+            step: abs(new[step][name] - values[name]) / abs(values[name])
+            for step, values in old.items()
+            if name in values and step in new
+        }
+        differences.plot(list(relative), list(relative.values()), "o-", color="tab:red")
+        differences.set_ylim(bottom=0)
+        differences.ticklabel_format(axis="y", scilimits=(0, 0))
+        differences.set(xlabel="step", ylabel="|new - old| / |old|")
+        curves.set(ylabel=name)
+        curves.legend()
+        differences.xaxis.get_major_locator().set_params(integer=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{job}.png"
     figure.savefig(path, dpi=100)

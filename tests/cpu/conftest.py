@@ -16,10 +16,19 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from scripts import regenerate_goldens as goldens
+
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TITAN_LIFECYCLE = (sys.executable, "-m", "titan_lifecycle")
 # Small shapes, and text that is the same on every machine.
 SMALL = ("--training.seq_len", "64", "--dataloader.dataset", "lifecycle_fixed")
+# torchtitan's own wrapper.
+STOCK = (
+    "--lifecycle.no-enabled",
+    *("--lifecycle.gradient-reduction", "every_microbatch"),
+)
+# What each golden was compared by, for the end of the test run.
+COMPARED = pytest.StashKey[list[str]]()
 
 
 @dataclasses.dataclass
@@ -128,6 +137,35 @@ def runner(directory: Path) -> Callable[..., Run]:
         return Run(status, "".join(lines), b"".join(stderr).decode(), dump_folder)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def golden_run(tmp_path_factory) -> Callable[..., Run]:
+    """Run a job as its golden was made, once for each set of overrides.
+
+    Later calls get the same run: tests of goldens, collectives and losses share it.
+    """
+    done: dict[tuple[str, ...], Run] = {}
+
+    def run(job: str, *overrides: str) -> Run:
+        key = (job, *overrides)
+        if key not in done:
+            done[key] = runner(tmp_path_factory.mktemp("run"))(
+                job,
+                *goldens.settings(job, "cpu_gloo"),
+                *overrides,
+                **goldens.environment("cpu_gloo"),
+            )
+        assert done[key].status == 0, done[key].output
+        return done[key]
+
+    return run
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if compared := config.stash.get(COMPARED, None):
+        terminalreporter.section("goldens")
+        terminalreporter.write("".join(compared))
 
 
 def _drain(descriptor: int, into: list[bytes]) -> None:
