@@ -275,7 +275,10 @@ def cpu() -> tuple[str, str]:
     pinned = CPU_ENVIRONMENT["ATEN_CPU_CAPABILITY"]
     # Arm has neither line, and ignores the variable.
     has_it = pinned in cpuinfo.get("flags", "").split()
-    return cpuinfo.get("model name", machine), pinned if has_it else machine
+    # A name as "AMD EPYC" covers generations, whose caches differ, and with them the order of sums.
+    generation = [cpuinfo[key] for key in ("cpu family", "model", "stepping") if key in cpuinfo]
+    name = " ".join([cpuinfo.get("model name", machine), "-".join(generation)]).strip()
+    return name, pinned if has_it else machine
 
 
 def regenerate(job: str, backend: str, args: argparse.Namespace) -> str | None:
