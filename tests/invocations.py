@@ -383,12 +383,13 @@ class TestInvocations:
             model, reference = self.build_depths("retain", checkpointing=checkpointing)
             tokens = torch.ones(BATCH, LENGTH, dtype=torch.long, device=self.device)
             offset = torch.zeros(BATCH, LENGTH, DIM, device=self.device, requires_grad=True)
-            for _ in range(2):
+            for is_synced in (False, True):
+                model.set_requires_gradient_sync(is_synced)
                 for m in (model, reference):
-                    m.zero_grad()
                     m(tokens, offset)[1].sum().backward()
-                self.assertEqual(s.gradients(model), s.gradients(reference))
-                self.assert_clean(model)
+                self.assertEqual(s.unsharded_groups(model), [])
+            self.assertEqual(s.gradients(model), s.gradients(reference))
+            self.assert_clean(model)
 
     def test_a_prefetched_unit_that_takes_no_part_is_released(self) -> None:
         class Branches(nn.Module):
