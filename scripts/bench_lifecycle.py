@@ -501,6 +501,7 @@ def bench_repeated(depths: Sequence[int], steps: int) -> list[RepeatedCost]:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=_REPEATED_RANKS,
+            run_id="repeated",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
