@@ -488,7 +488,58 @@ class TestInvocations:
             events, ["pre scale1", "post scale1", "pre scale0", "post scale0", "ready scale"]
         )
 
+    def test_what_torch_alone_does(self) -> None:
+        """The figures in the README; skipped for one that upstream has changed."""
+        blocks = Blocks("reentrant", inside=False).to(self.device)
+        for block in blocks.blocks:
+            fully_shard(block, mesh=self.mesh())
+        fully_shard(blocks, mesh=self.mesh())
+        for i in range(2):
+            blocks.blocks[i].set_modules_to_forward_prefetch([blocks.blocks[i + 1]])
+        prefetched_in_backward = len(self.backward(blocks)[0]) == 8
+
+        repeated = self.build_chain(depth=2, checkpointing="reentrant")
+        self.backward(repeated)
+        left_gathered = s.unsharded_groups(repeated) == ["A[0]", "B[0]"]
+
+        deferred = self.build_chain(depth=2)
+        deferred.set_requires_gradient_sync(False)
+        self.backward(deferred)
+        deferred.set_requires_gradient_sync(True)
+        reduced_early = self.backward(deferred)[1]["reduce_scatter"] == 5
+        if (prefetched_in_backward, left_gathered, reduced_early) != (True, True, True):
+            self.skipTest(
+                f"torch {torch.__version__}: prefetched in backward {prefetched_in_backward}, left "
+                f"gathered {left_gathered}, reduced early {reduced_early}"
+            )
+
     # Callbacks #
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        plain, model = nn.Linear(DIM, DIM), self.build_chain()
+        before = classes(model)
+        for call, error, message in (
+            (lambda: set_repeated_units(plain, "retain"), TypeError, "apply fully_shard first"),
+            (
+                lambda: register_lifecycle_callbacks(plain, grads_ready=print),
+                TypeError,
+                "register_lifecycle_callbacks takes an FSDP module, got Linear",
+            ),
+            (lambda: register_lifecycle_callbacks(model), ValueError, "at least one of"),
+            (
+                lambda: set_repeated_units(model, "keep"),
+                ValueError,
+                "must be one of 'release', 'retain', got 'keep'",
+            ),
+            (
+                lambda: set_repeated_units(fully_shard(nn.ReLU(), mesh=self.mesh()), "retain"),
+                ValueError,
+                "no parameters are sharded in this FSDPReLU",
+            ),
+        ):
+            with self.assertRaisesRegex(error, message):
+                call()
+        self.assertEqual(classes(model), before)
 
     def test_the_order_of_events(self) -> None:
         """Once with gradients ready before the backward is complete, once after it."""

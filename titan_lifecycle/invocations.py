@@ -837,11 +837,9 @@ def _records_in(module: nn.Module, function: str) -> list[_GroupRecord]:
         raise TypeError(
             f"{function} takes an FSDP module, got {type(module).__name__}; apply fully_shard first"
         )
-    records = {}
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            for record in _records_of(_tracked(child._get_fsdp_state())):
-                records[id(record)] = record
-    if not records:
+    states = dict.fromkeys(
+        child._get_fsdp_state() for child in module.modules() if isinstance(child, FSDPModule)
+    )
+    if not any(state._fsdp_param_groups for state in states):
         raise ValueError(f"{function}: no parameters are sharded in this {type(module).__name__}")
-    return list(records.values())
+    return [record for state in states for record in _records_of(_tracked(state))]

@@ -75,6 +75,7 @@ def test_disabled_is_torchtitans_own_wrapper():
             "'all_reduce_last' needs HSDP: set parallelism.data_parallel_replicate_degree",
         ),
         ({"enabled": False, "retain_weights": True}, "need lifecycle.enabled = true"),
+        ({"enabled": False, "repeated_units": "retain"}, "need lifecycle.enabled = true"),
         (
             {"enabled": False, "gradient_reduction": "last_microbatch"},
             "need lifecycle.enabled = true",
@@ -87,10 +88,11 @@ def test_what_cannot_work_is_refused(change, message):
 
 
 def test_what_a_pipeline_or_a_graph_cannot_do_is_refused():
-    config = accumulating(gradient_reduction="last_microbatch")
-    config.training.disable_cuda_graphs = False
-    with pytest.raises(ValueError, match=r"set training\.disable_cuda_graphs"):
-        config.__post_init__()
+    for fields in ({"gradient_reduction": "last_microbatch"}, {"repeated_units": "retain"}):
+        config = accumulating(**fields)
+        config.training.disable_cuda_graphs = False
+        with pytest.raises(ValueError, match=r"set training\.disable_cuda_graphs"):
+            config.__post_init__()
     for fields, message in (
         ({"gradient_reduction": "all_reduce_last"}, "does not work with a pipeline"),
         ({"retain_weights": True}, "is for training without a pipeline"),

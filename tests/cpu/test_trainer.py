@@ -106,6 +106,15 @@ def test_a_pipeline_accumulates_over_schedule_steps(train):
     assert_same_losses(once, twice)
 
 
+def test_a_repeated_unit_is_retained(train):
+    """The embedding, which each of two microbatches looks up for two predictions."""
+    job = "deepseek_v3_mtp_chunked"
+    released, retained = train(job), train(job, "--lifecycle.repeated-units", "retain")
+    assert retained.all_gathers == released.all_gathers - 2
+    assert retained.reduce_scatters == released.reduce_scatters
+    assert retained.losses == released.losses
+
+
 @pytest.mark.parametrize("job", ["llama3_fsdp", "llama3_pp_1f1b"])
 def test_validation_leaves_nothing_gathered_and_no_marker(job, tmp_path):
     process = subprocess.run(
