@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -488,6 +490,62 @@ class TestInvocations:
             events, ["pre scale1", "post scale1", "pre scale0", "post scale0", "ready scale"]
         )
 
+    @parametrize("outer", ["reentrant", "non-reentrant"])
+    @parametrize("inner", ["reentrant", "non-reentrant"])
+    @parametrize("other_thread", [False, True])
+    def test_nested_checkpoints(self, outer, inner, other_thread) -> None:
+        """Whose nodes are made in the backward, on a GPU by another thread."""
+
+        class Nested(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stem, self.proj, self.scale = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), Scale()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.stem(x)
+                for _ in range(2):
+                    x = checkpoint(self.segment, x, use_reentrant=REENTRANT[outer])
+                return x
+
+            def segment(self, x: torch.Tensor) -> torch.Tensor:
+                x = torch.tanh(self.proj(x))
+                return checkpoint(self.scale, x, use_reentrant=REENTRANT[inner])
+
+        torch.manual_seed(0)
+        reference = Nested().to(self.device)
+        model = copy.deepcopy(reference)
+        for unit in (*model.children(), model):
+            fully_shard(unit, mesh=self.mesh())
+        events = record_events(model.scale)
+        for m in (model, reference):
+            loss = m(torch.ones(BATCH, DIM, device=self.device)).sum()
+            if other_thread:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            else:
+                loss.backward()
+        self.assertEqual(s.gradients(model), s.gradients(reference))
+        self.assertEqual(
+            [e for e in events if not e.startswith("ready")],
+            ["pre scale1", "post scale1", "pre scale0", "post scale0"],
+        )
+        self.assertEqual(events.count("ready scale"), 1)
+        self.assert_clean(model)
+
+    @parametrize("checkpointing", ["reentrant", "non-reentrant"])
+    def test_a_checkpoint_around_the_root(self, checkpointing) -> None:
+        model = self.build_chain(depth=2)
+        events = record_events(model)
+        x = torch.ones(BATCH, DIM, device=self.device, requires_grad=True)
+        for _ in range(2):
+            events.clear()
+            checkpoint(model, x, use_reentrant=REENTRANT[checkpointing]).sum().backward()
+            posts = [e for e in events if e.startswith("post")]
+            self.assertEqual(posts, ["post B1", "post A1", "post B0", "post A0", "post D0"])
+            self.assertEqual(sum(e.startswith("pre") for e in events), 5)
+            self.assertEqual(sum(e.startswith("ready") for e in events), 3)
+
     def test_what_torch_alone_does(self) -> None:
         """The figures in the README; skipped for one that upstream has changed."""
         blocks = Blocks("reentrant", inside=False).to(self.device)
@@ -650,6 +708,99 @@ class TestInvocations:
         self.assertEqual(events.count("ready A"), 3)
         self.assertEqual(events.count("post A0"), 3)
         self.assert_clean(model)
+
+    @parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+    def test_two_losses_of_one_forward(self, checkpointing) -> None:
+        """Each with a backward of its own, the second twice: its graph is retained."""
+        model, reference = self.build_depths("retain", checkpointing=checkpointing)
+        events = record_events(model)
+        tokens = torch.arange(BATCH * LENGTH, device=self.device).view(BATCH, LENGTH) % VOCAB
+        offset = torch.zeros(BATCH, LENGTH, DIM, device=self.device, requires_grad=True)
+        retain = checkpointing is None  # a checkpoint frees what it recomputes
+        for m in (model, reference):
+            first, *_, second = m(tokens, offset)
+            first.sum().backward(retain_graph=True)
+            if m is model:
+                self.assertEqual(events.count("ready merge"), 1)
+                self.assertNotIn("post merge0", events)
+                events.clear()
+            for _ in range(2 if retain else 1):
+                second.sum().backward(retain_graph=True)
+        self.assertEqual(events.count("post merge0"), 2 if retain else 1)
+        self.assertEqual(events.count("post merge1"), 2 if retain else 1)
+        self.assertEqual(events.count("ready merge"), 2 if retain else 1)
+        self.assertEqual(s.gradients(model), s.gradients(reference))
+        self.assert_clean(model)
+
+    def test_two_forwards_of_one_backward_are_ready_once(self) -> None:
+        model = self.build_chain(checkpointing="reentrant")
+        model.set_requires_gradient_sync(False)
+        seen = []
+        (group,) = model.B._get_fsdp_state()._fsdp_param_groups
+
+        def gradient() -> torch.Tensor:
+            return group.fsdp_params[0]._unsharded_param.grad.clone()
+
+        register_lifecycle_callbacks(model.B, grads_ready=lambda _: seen.append(gradient()))
+        x = torch.ones(BATCH, DIM, device=self.device, requires_grad=True)
+        (model(x).sum() + model(2 * x).sum()).backward()
+        self.assertEqual(len(seen), 1)
+        self.assertEqual(seen[0], gradient())
+
+    def test_a_backward_within_the_forward(self) -> None:
+        class Inner(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.probe, self.frozen, self.end = (nn.Linear(DIM, DIM) for _ in range(3))
+                self.frozen.requires_grad_(False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.probe(x).sum().backward()
+                return self.end(self.frozen(x))
+
+        model = Inner().to(self.device)
+        for unit in (*model.children(), model):
+            fully_shard(unit, mesh=self.mesh())
+        events = record_events(model)
+        for _ in range(2):
+            events.clear()
+            self.backward(model, requires_grad=False)
+            self.assertEqual(events.count("post probe0"), 1)
+            self.assertEqual(events.count("post end0"), 1)
+            self.assert_clean(model)
+
+    def test_a_unit_registered_before_an_evaluation(self) -> None:
+        model = self.build_chain(depth=2, checkpointing="reentrant")
+        events: list[str] = []
+        handle = register_lifecycle_callbacks(model.B, grads_ready=events.append)
+        with torch.no_grad():
+            model(torch.ones(BATCH, DIM, device=self.device))
+        self.backward(model)
+        self.assertEqual(events, ["B"])
+        handle.remove()
+        self.backward(model)
+        self.assertEqual(classes(model) & {FSDPState, FSDPParamGroup}, {FSDPState, FSDPParamGroup})
+
+    def test_replicated_units(self) -> None:
+        """replicate() has a state class of its own."""
+        model = nn.Sequential(nn.Linear(DIM, DIM), Scale()).to(self.device)
+        for unit in (*model, model):
+            replicate(unit, mesh=self.mesh())
+        disable_forward_prefetch_in_backward(model)
+        events = record_events(model)
+        disable_forward_prefetch_in_backward(model)
+        _, counts = self.backward(model)
+        self.assertEqual(counts["all_reduce"], 2)
+        self.assertEqual(sum(e.startswith("post") for e in events), 2)
+        self.assert_clean(model)
+
+    def test_a_reset_forgets_what_was_expected(self) -> None:
+        """Ranks may fail in different places, and must gather alike afterwards."""
+        model = self.build_chain("retain", depth=2)
+        first, _ = self.backward(model)
+        self.assertLess(len(self.backward(model)[0]), len(first))
+        reset_iteration(model)
+        self.assertEqual(self.backward(model)[0], first)
 
     def test_removing_the_handle_gives_the_classes_back(self) -> None:
         model = self.build_chain(depth=2)

@@ -27,7 +27,8 @@ A recomputed forward has to be matched with the invocation it repeats. Autograd 
 sequence number when it is created. The node that asks for the recomputation was created after the
 first forward of its checkpointed segment began (non-reentrant), or just before it (reentrant: the
 checkpoint is itself that node). So the pending invocation with the largest sequence number up to
-that node's lies in the segment, and the n-th recomputed call of a unit is its n-th in there.
+that node's lies in the segment, and the n-th recomputed call of a unit is its n-th in there. Where
+checkpoints are nested that may fail; what is left then is the last invocation not complete.
 
 Classes of FSDP2 are replaced on the instances, by subclasses, and only where something is
 registered: a tree without callbacks or policy runs torch's code alone.
@@ -231,8 +232,9 @@ class _Tracker:
         # By forward, the invocations whose backward has not ended, in their order.
         self.pending: dict[int, list[_Invocation]] = {}
         self.is_evaluation = False
-        # The forwards whose backward is under way.
+        # The forwards whose backward is under way, and those of which one has ended.
         self.in_backward: set[int] = set()
+        self.after_backward: set[int] = set()
         # Whether the weight gradients of this backward are computed later; None: not known yet.
         self.is_split: bool | None = None
         self._recomputation: tuple[int, int] | None = None
@@ -246,6 +248,9 @@ class _Tracker:
 
     def begin_forward(self) -> None:
         self.forward += 1
+        # What has not begun by now, as a prediction that is in no loss, never will.
+        self._take(self.after_backward)
+        self.after_backward.clear()
         if len(self.pending) > _MAX_PENDING_FORWARDS:
             self._take([next(iter(self.pending))])
         self.is_evaluation = not torch.is_grad_enabled()
@@ -276,45 +281,58 @@ class _Tracker:
             segment = ("reentrant", sequence_nr)
         elif hooks := torch._C._autograd._top_saved_tensors_default_hooks(True):
             segment = ("non-reentrant", id(hooks[0]))
-        invocation = _Invocation(
-            record,
-            record.num_invocations - 1,
-            self.forward,
-            sequence_nr,
-            segment,
-            has_graph=torch.is_grad_enabled(),
+        return self._add(
+            _Invocation(
+                record,
+                record.num_invocations - 1,
+                self.forward,
+                sequence_nr,
+                segment,
+                has_graph=torch.is_grad_enabled(),
+            )
         )
-        self.pending.setdefault(self.forward, []).append(invocation)
-        record.pending.append(invocation)
+
+    def _add(self, invocation: _Invocation) -> _Invocation:
+        self.pending.setdefault(invocation.forward, []).append(invocation)
+        invocation.record.pending.append(invocation)
         return invocation
 
     def _recomputed(self, record: _GroupRecord) -> _Invocation | None:
         """See [Note: Recomputed invocations]."""
-        node_sequence_nr = torch._C._current_autograd_node()._sequence_nr()
+        node_sequence_nr: int = torch._C._current_autograd_node()._sequence_nr()
         recomputation = (torch._C._current_graph_task_id(), node_sequence_nr)
         if recomputation != self._recomputation:
             self._recomputation = recomputation
             self._num_recomputed.clear()
-        # As both autograd's numbers and forwards grow with time.
-        started = [f for f, i in self.pending.items() if i[0].sequence_nr <= node_sequence_nr + 1]
-        if not started:
-            return None
-        forward = self.pending[max(started)]
-        anchor = max(
-            (i for i in forward if i.sequence_nr <= node_sequence_nr + 1),
-            key=lambda i: (not i.complete, i.sequence_nr),
-        )
-        calls = [i for i in forward if i.record is record and i.segment == anchor.segment]
         n = self._num_recomputed.get(id(record), 0)
         self._num_recomputed[id(record)] = n + 1
-        return calls[n] if n < len(calls) else None
+
+        # As both autograd's numbers and forwards grow with time.
+        started = [f for f, i in self.pending.items() if i[0].sequence_nr <= node_sequence_nr + 1]
+        if started:
+            forward = self.pending[max(started)]
+            anchor = max(
+                (i for i in forward if i.sequence_nr <= node_sequence_nr + 1),
+                key=lambda i: (not i.complete, i.sequence_nr),
+            )
+            calls = [i for i in forward if i.record is record and i.segment == anchor.segment]
+            if n < len(calls):
+                return calls[n]
+        whole = ("whole", node_sequence_nr)
+        known = [i for i in record.pending if i.segment != whole]
+        # A checkpoint within a checkpoint: its nodes are of the backward, and it may come twice.
+        if rest := [i for i in known if not i.has_graph and not i.complete]:
+            return rest[-1]
+        if known:
+            return None  # non-reentrant: its own graph says when it begins
+        # A checkpoint around the whole tree, whose first forward looked like an evaluation.
+        return self._add(
+            _Invocation(record, n, self.forward, node_sequence_nr, whole, has_graph=False)
+        )
 
     def takes_no_part(self, invocation: _Invocation) -> None:
         """Nothing that requires grad came out of it: no backward reaches it, and no prefetch."""
-        self.pending[invocation.forward].remove(invocation)
-        invocation.record.pending.remove(invocation)
-        if not self.pending[invocation.forward]:
-            del self.pending[invocation.forward]
+        self._drop(invocation)
         group = invocation.record.group
         order = group.comm_ctx.post_forward_order
         if invocation.post_forward_index == len(order) - 1:
@@ -352,10 +370,7 @@ class _Tracker:
             return
         if not record.accumulated.issuperset(map(id, record.trainable())):
             return
-        if any(
-            i.forward in self.in_backward and not i.has_graph and not i.complete
-            for i in record.pending
-        ):
+        if any(not i.has_graph and not i.complete for i in record.pending):
             return
         self._call_ready(record)
 
@@ -389,7 +404,8 @@ class _Tracker:
                 record.group.reshard()
             _release_unused_prefetch(record.group)
         if not self.is_split:
-            self.close(self._take(self.in_backward))
+            begun = self.in_backward & self.pending.keys()
+            self.close([i for forward in sorted(begun) for i in self.pending[forward]])
 
     def close(self, invocations: list[_Invocation]) -> None:
         """The backward of ``invocations`` has ended, weight gradients included."""
@@ -398,6 +414,12 @@ class _Tracker:
         for invocation in reversed(invocations):
             if invocation.begun:
                 self.complete(invocation)
+            # Another backward may come, of another loss or of the same retained graph.
+            invocation.begun = invocation.complete = False
+        self.after_backward |= self.in_backward
+        if 0 not in self.after_backward:
+            # Tracking began within that forward. By its place it was an evaluation.
+            self._take([0])
         self.in_backward.clear()
         for record in self.records():
             if not record.is_ready:
@@ -412,6 +434,14 @@ class _Tracker:
         self.is_split = None
         return taken
 
+    def _drop(self, invocation: _Invocation) -> None:
+        forward = self.pending.get(invocation.forward, [])
+        if invocation in forward:
+            forward.remove(invocation)
+            invocation.record.pending.remove(invocation)
+        if not forward:
+            self.pending.pop(invocation.forward, None)
+
     def _take(self, forwards: Iterable[int]) -> list[_Invocation]:
         taken = [i for forward in sorted(forwards) for i in self.pending.pop(forward, [])]
         for invocation in taken:
@@ -425,7 +455,8 @@ class _Tracker:
         for record in self.records():
             record.in_forward = record.beginning = record.completing = None
             record.holds_weights = record.holds_gradients = record.is_ready = False
-            record.num_invocations = 0
+            # Every rank resets, and each may have failed elsewhere: none may expect anything.
+            record.num_invocations = record.last_num_invocations = 0
             record.accumulated.clear()
 
 
@@ -752,6 +783,8 @@ def _subclass(mixin: type, cls: type) -> Any:
     """``mixin`` in front of ``cls``, FSDP2's own class or a subclass (``replicate()`` has one)."""
     if issubclass(mixin, cls):
         return mixin
+    if issubclass(cls, mixin):
+        return cls
     if (mixin, cls) not in _subclasses:
         _subclasses[mixin, cls] = type(
             f"{mixin.__name__.removeprefix('_')}{cls.__name__}", (mixin, cls), {}
@@ -810,7 +843,9 @@ def _untrack_if_unused(state: FSDPState) -> bool:
     if not isinstance(context, _TrackedContext):
         return False
     tracker = context.tracker
-    if tracker.pending or any(record.is_used for record in tracker.records()):
+    if tracker.pending.keys() - tracker.after_backward or any(
+        record.is_used for record in tracker.records()
+    ):
         return False
     for tracked in tracker.states:
         for record in _records_of(tracked):
