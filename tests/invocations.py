@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from unittest import mock
 
 import torch
@@ -130,6 +133,33 @@ class Chain(nn.Module):
         return x
 
 
+MODES = (None, "reentrant", "non-reentrant")
+
+
+class Segments(nn.Module):
+    """A stem, then segments of three units, checkpointed or not; the loss takes some of them."""
+
+    def __init__(self, segments: list[tuple[list[int], str | None]], in_loss: list[int]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.units = nn.ModuleList(Scale() for _ in range(3))
+        self.segments, self.in_loss = segments, in_loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        outputs = []
+        for units, mode in self.segments:
+
+            def run(x: torch.Tensor, units: list[int] = units) -> torch.Tensor:
+                for unit in units:
+                    x = torch.tanh(self.units[unit](x))
+                return x
+
+            x = run(x) if mode is None else checkpoint(run, x, use_reentrant=REENTRANT[mode])
+            outputs.append(x)
+        return torch.stack([outputs[i].sum() for i in self.in_loss]).sum()
+
+
 class Blocks(nn.Module):
     """Three blocks, checkpointed inside of the FSDP unit or around it."""
 
@@ -176,6 +206,18 @@ def record_events(module: nn.Module) -> list[str]:
         grads_ready=lambda fqn: events.append(f"ready {fqn}"),
     )
     return events
+
+
+def unsharded_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients that are not reduced yet, by the group's FQN and the parameter's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    if getattr(param, "_unsharded_param", None) is not None:
+                        grad = param._unsharded_param.grad
+                        if grad is not None:
+                            yield f"{group._module_fqn}:{param._param_fqn}", grad.clone()
 
 
 def classes(model: nn.Module) -> set[type]:
@@ -533,6 +575,42 @@ class TestInvocations:
         self.assertEqual(events.count("ready scale"), 1)
         self.assert_clean(model)
 
+    def test_any_mixture_of_segments(self) -> None:
+        """Units in any order, checkpointed alone or together, some outside of the loss."""
+        for seed in range(60):
+            random = Random(seed)
+            segments = [
+                ([random.randrange(3) for _ in range(random.randint(1, 3))], random.choice(MODES))
+                for _ in range(random.randint(1, 4))
+            ]
+            in_loss = sorted(random.sample(range(len(segments)), random.randint(1, len(segments))))
+            torch.manual_seed(seed)
+            reference = Segments(segments, in_loss).to(self.device)
+            model = copy.deepcopy(reference)
+            for unit in (model.stem, *model.units, model):
+                fully_shard(unit, mesh=self.mesh())
+            if (policy := random.choice(["release", "retain", None])) is not None:
+                set_repeated_units(model, policy)
+            events = record_events(model)
+            num_forwards = random.choice([1, 1, 2])
+            what = f"seed {seed}: {segments}, in the loss {in_loss}, {policy}, {num_forwards}"
+            for _ in range(2):
+                events.clear()
+                for m in (model, reference):
+                    x = torch.ones(BATCH, DIM, device=self.device, requires_grad=True)
+                    losses = [m((1 + i) * x / 2) for i in range(num_forwards)]
+                    torch.stack(losses).sum().backward()
+                actual, expected = s.gradients(model), s.gradients(reference)
+                for name in expected:
+                    self.assertEqual(actual[name], expected[name], msg=f"{what}: {name}")
+                begun = Counter(e.removeprefix("pre ") for e in events if e.startswith("pre"))
+                ended = Counter(e.removeprefix("post ") for e in events if e.startswith("post"))
+                ready = Counter(e for e in events if e.startswith("ready"))
+                self.assertEqual(begun, ended, what)
+                self.assertEqual(set(begun.values()), {num_forwards}, what)
+                self.assertEqual(set(ready.values()), {1}, what)
+                self.assert_clean(model)
+
     @parametrize("checkpointing", ["reentrant", "non-reentrant"])
     def test_a_checkpoint_around_the_root(self, checkpointing) -> None:
         model = self.build_chain(depth=2)
@@ -587,7 +665,7 @@ class TestInvocations:
             (
                 lambda: set_repeated_units(model, "keep"),
                 ValueError,
-                "must be one of 'release', 'retain', got 'keep'",
+                "must be one of 'release', 'retain' and None, got 'keep'",
             ),
             (
                 lambda: set_repeated_units(fully_shard(nn.ReLU(), mesh=self.mesh()), "retain"),
@@ -627,7 +705,7 @@ class TestInvocations:
             recomputed: list[int] = []
 
             def check_begun(*_, events=events, recomputed=recomputed) -> None:
-                if torch._C._current_graph_task_id() != -1:
+                if _in_backward():
                     # The second segment first: invocations 1 and 2, then 0.
                     index = (1, 2, 0)[len(recomputed)]
                     recomputed.append(index)
@@ -794,6 +872,87 @@ class TestInvocations:
         self.assertEqual(sum(e.startswith("post") for e in events), 2)
         self.assert_clean(model)
 
+    def test_an_evaluation_between_two_backwards(self) -> None:
+        for checkpointing in MODES:
+            model = self.build_chain(depth=2, checkpointing=checkpointing)
+            events = record_events(model)
+            x = torch.ones(BATCH, DIM, device=self.device, requires_grad=True)
+            first, second = model(x), model(x)
+            first.sum().backward()
+            with torch.no_grad():
+                model(x)
+            second.sum().backward()
+            for moment in ("pre", "post"):
+                self.assertEqual(sum(e.startswith(moment) for e in events), 10, checkpointing)
+            self.assert_clean(model)
+
+    def test_manual_finalization_with_checkpoints(self) -> None:
+        """A whole backward whose gradients come from recomputed graphs is no split one."""
+        for checkpointing in MODES:
+            model = self.build_chain(depth=2, checkpointing=checkpointing)
+            model.set_manual_backward_finalization(True)
+            events = record_events(model)
+            for num in (1, 2):
+                self.backward(model)
+                self.assertEqual(events.count("post A0"), num, checkpointing)
+                self.assertEqual(events.count("ready A"), num, checkpointing)
+            model.finalize_backward()
+            self.assertEqual(events.count("ready A"), 2)
+            model.set_manual_backward_finalization(False)
+
+    def test_a_use_without_gradients_delays_nothing(self) -> None:
+        class Teacher(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stem, self.shared, self.end = (nn.Linear(DIM, DIM) for _ in range(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    target = self.shared(x)
+                return self.end(self.shared(self.stem(x))) * target
+
+        model = Teacher().to(self.device)
+        for unit in (*model.children(), model):
+            fully_shard(unit, mesh=self.mesh())
+        events = record_events(model)
+        self.backward(model)
+        # Its index counts the first use.
+        self.assertEqual(
+            [e for e in events if "ready" in e or "shared" in e],
+            ["ready end", "pre shared1", "ready shared", "post shared1", "ready stem"],
+        )
+
+    def test_an_embedding_after_a_checkpoint(self) -> None:
+        """Complete at the end only, it is not taken for part of the segment before it."""
+        for mode in ("reentrant", "non-reentrant"):
+            model, _ = self.build_depths(None)
+            order = record_events(model.merge)
+            model.call = lambda unit, *args, m=mode: (
+                unit(*args)
+                if isinstance(unit, Scale)
+                else checkpoint(unit, *args, use_reentrant=REENTRANT[m])
+            )
+            model.merge.register_forward_pre_hook(
+                lambda *_, o=order: o.append("runs") if _in_backward() else None
+            )
+            tokens = torch.ones(BATCH, LENGTH, dtype=torch.long, device=self.device)
+            offset = torch.zeros(BATCH, LENGTH, DIM, device=self.device, requires_grad=True)
+            loss_of(model(tokens, offset), tokens).backward()
+            order = [e for e in order if not e.startswith("ready")]
+            self.assertEqual(
+                order, ["pre merge1", "runs", "post merge1", "pre merge0", "runs", "post merge0"]
+            )
+
+    def test_a_deleted_model_is_freed(self) -> None:
+        for policy in ("retain", None):
+            model = self.build_chain(policy, depth=2)
+            register_lifecycle_callbacks(model, grads_ready=lambda _: None)
+            self.backward(model)
+            group = weakref.ref(model.A._get_fsdp_state()._fsdp_param_groups[0])
+            del model
+            gc.collect()
+            self.assertIsNone(group())
+
     def test_a_reset_forgets_what_was_expected(self) -> None:
         """Ranks may fail in different places, and must gather alike afterwards."""
         model = self.build_chain("retain", depth=2)
@@ -854,8 +1013,15 @@ class TestInvocations:
             loss_fn = s.make_loss(case)
             loss_fn.set_lm_head(model.lm_head)
             events = record_events(model)
+            at_ready: dict[str, torch.Tensor] = {}
+
+            def keep(fqn: str, model=model, at_ready=at_ready) -> None:
+                at_ready.update((n, g) for n, g in unsharded_gradients(model) if n.startswith(fqn))
+
+            register_lifecycle_callbacks(model, grads_ready=keep)
             for seed in range(2):
                 events.clear()
+                model.set_requires_gradient_sync(seed == 1)
                 batches = s.make_batches(1, self.world_size, seed=seed)
                 s.run_step(model, loss_fn, case, batches, rank=self.rank, device=self.device)
                 ready = Counter(e for e in events if e.startswith("ready"))
@@ -866,7 +1032,11 @@ class TestInvocations:
                 before = events[: events.index(head)]
                 num_before = sum(e.startswith("post") and "lm_head" in e for e in before)
                 self.assertGreaterEqual(num_before, s.NUM_CHUNKS, events)
-                self.assert_clean(model)
+                if seed == 0:
+                    # Nothing came after it was said to be ready.
+                    final = dict(unsharded_gradients(model))
+                    self.assertEqual({n: g for n, g in at_ready.items() if g is not None}, final)
+            self.assert_clean(model)
 
     # Pipelines #
 
@@ -946,6 +1116,10 @@ class TestInvocations:
                 for group in module._get_fsdp_state()._fsdp_param_groups
             }
             self.assertEqual(num_ready, len(groups) * 4, events)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def found_units(found: list[str]) -> list[str]:

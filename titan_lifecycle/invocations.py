@@ -9,8 +9,8 @@ has a record, and three moments are kept apart:
 - An invocation's backward *begins* when the gradient of one of its outputs arrives, or when it is
   recomputed.
 - It is *complete* when no node of this backward will read its full weights again. With inputs that
-  require grad that is FSDP's own post-backward node on them: autograd runs the nodes of a graph in
-  the reverse order of their creation, so whatever the invocation created has run by then. Where no
+  require grad that is FSDP's own post-backward node on them: of the nodes that are due on a device,
+  autograd runs the one created last, so whatever the invocation created has run by then. Where no
   input requires grad there is no such node, and a module's backward hook would fire too early
   (``P.square() * x`` reads the saved ``P`` after the gradient of the output has passed); such an
   invocation is complete at the end of the backward.
@@ -36,17 +36,21 @@ registered: a tree without callbacks or policy runs torch's code alone.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn as nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from titan_lifecycle.fsdp_lifecycle import (
@@ -210,13 +214,12 @@ class _GroupRecord:
         if any(callbacks.grads_ready for callbacks in self.callbacks.values()):
             for parameter in self.trainable():
                 if id(parameter) not in self.gradient_hooks:
+                    # Weakly: the hook is the parameter's, which is the group's, and autograd's part
+                    # of that cycle is not collected.
+                    hook = partial(_accumulated, weakref.ref(self.group))
                     self.gradient_hooks[id(parameter)] = (
-                        parameter.register_post_accumulate_grad_hook(self._accumulated)
+                        parameter.register_post_accumulate_grad_hook(hook)
                     )
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        self.accumulated.add(id(parameter))
-        self.tracker.check_ready(self)
 
 
 # A forward with gradients enabled whose backward never comes leaves its records; the oldest go.
@@ -228,10 +231,16 @@ class _Tracker:
 
     def __init__(self, states: Iterable[FSDPState]) -> None:
         self.states = [_tracked(state) for state in states]
+        self.context_class: type[FSDPStateContext[FSDPState]] = FSDPStateContext
         self.forward = 0
         # By forward, the invocations whose backward has not ended, in their order.
         self.pending: dict[int, list[_Invocation]] = {}
         self.is_evaluation = False
+        # Of non-reentrant checkpoints, by the hook each puts in place for its forward.
+        self._segments: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_segments = 0
+        # Microbatches whose weight gradients are still to be computed.
+        self.open_microbatches: dict[int, list[_Invocation]] = {}
         # The forwards whose backward is under way, and those of which one has ended.
         self.in_backward: set[int] = set()
         self.after_backward: set[int] = set()
@@ -248,39 +257,42 @@ class _Tracker:
 
     def begin_forward(self) -> None:
         self.forward += 1
-        # What has not begun by now, as a prediction that is in no loss, never will.
-        self._take(self.after_backward)
-        self.after_backward.clear()
+        self.is_evaluation = not torch.is_grad_enabled() and not _in_reentrant_checkpoint()
+        if not self.is_evaluation:
+            # What has not begun by now, as a prediction that is in no loss, hardly will.
+            self._take(self.after_backward)
+            self.after_backward.clear()
         if len(self.pending) > _MAX_PENDING_FORWARDS:
             self._take([next(iter(self.pending))])
-        self.is_evaluation = not torch.is_grad_enabled()
         for record in self.records():
             record.num_invocations = 0
 
     def end_forward(self) -> None:
         for record in self.records():
-            if record.num_invocations:
+            if record.num_invocations and not self.is_evaluation:
                 record.last_num_invocations = record.num_invocations
             if record.holds_weights:
+                record.num_invocations = record.last_num_invocations
                 with record.group.use_training_state(TrainingState.FORWARD):
                     record.group.reshard()
 
     def invoke(self, record: _GroupRecord) -> _Invocation | None:
-        """A unit's forward starts; returns the record of the invocation, None in an evaluation."""
+        """A unit's forward starts; returns its invocation, or None where no backward follows."""
         if is_bw():
             invocation = self._recomputed(record)
             if invocation is not None:
                 self.begin(invocation)
             return invocation
         record.num_invocations += 1
-        if self.is_evaluation:
-            return None
         sequence_nr = torch._C._autograd._get_sequence_nr()
         segment: tuple[str, int] | None = None
         if not torch.is_grad_enabled():
+            if self.is_evaluation or not _in_reentrant_checkpoint():
+                return None  # no backward follows
             segment = ("reentrant", sequence_nr)
         elif hooks := torch._C._autograd._top_saved_tensors_default_hooks(True):
-            segment = ("non-reentrant", id(hooks[0]))
+            self._num_segments += 1
+            segment = ("non-reentrant", self._segments.setdefault(hooks[0], self._num_segments))
         return self._add(
             _Invocation(
                 record,
@@ -299,7 +311,10 @@ class _Tracker:
 
     def _recomputed(self, record: _GroupRecord) -> _Invocation | None:
         """See [Note: Recomputed invocations]."""
-        node_sequence_nr: int = torch._C._current_autograd_node()._sequence_nr()
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None  # in a callback at the end of the backward
+        node_sequence_nr: int = node._sequence_nr()
         recomputation = (torch._C._current_graph_task_id(), node_sequence_nr)
         if recomputation != self._recomputation:
             self._recomputation = recomputation
@@ -307,28 +322,38 @@ class _Tracker:
         n = self._num_recomputed.get(id(record), 0)
         self._num_recomputed[id(record)] = n + 1
 
-        # As both autograd's numbers and forwards grow with time.
-        started = [f for f, i in self.pending.items() if i[0].sequence_nr <= node_sequence_nr + 1]
-        if started:
-            forward = self.pending[max(started)]
-            anchor = max(
-                (i for i in forward if i.sequence_nr <= node_sequence_nr + 1),
-                key=lambda i: (not i.complete, i.sequence_nr),
-            )
-            calls = [i for i in forward if i.record is record and i.segment == anchor.segment]
+        # A reentrant checkpoint's node is made just before the forward of its segment.
+        before = [
+            i
+            for forward in self.pending.values()
+            for i in forward
+            if i.segment is not None and i.sequence_nr <= node_sequence_nr + (not i.has_graph)
+        ]
+        if before:
+            anchor = max(before, key=lambda i: (not i.complete, i.forward, i.sequence_nr))
+            calls = [
+                i
+                for i in record.pending
+                if i.forward == anchor.forward and i.segment == anchor.segment
+            ]
             if n < len(calls):
                 return calls[n]
         whole = ("whole", node_sequence_nr)
         known = [i for i in record.pending if i.segment != whole]
         # A checkpoint within a checkpoint: its nodes are of the backward, and it may come twice.
         if rest := [i for i in known if not i.has_graph and not i.complete]:
-            return rest[-1]
+            return max(rest, key=lambda i: (not self.has_ended(i), i.forward, i.index))
         if known:
             return None  # non-reentrant: its own graph says when it begins
         # A checkpoint around the whole tree, whose first forward looked like an evaluation.
         return self._add(
             _Invocation(record, n, self.forward, node_sequence_nr, whole, has_graph=False)
         )
+
+    def has_ended(self, invocation: _Invocation) -> bool:
+        """Whether a backward of its forward has ended, and none is under way."""
+        forward = invocation.forward
+        return forward in self.after_backward and forward not in self.in_backward
 
     def takes_no_part(self, invocation: _Invocation) -> None:
         """Nothing that requires grad came out of it: no backward reaches it, and no prefetch."""
@@ -347,8 +372,10 @@ class _Tracker:
         if invocation.begun:
             return
         invocation.begun = True
+        if invocation not in invocation.record.pending:
+            self._add(invocation)  # a late backward, after another forward
         if self.is_split is None:
-            self.is_split = _leaves_weight_gradients(invocation.record)
+            self.is_split = _leaves_weight_gradients(invocation)
         invocation.record.call("pre_backward", invocation.index)
 
     def complete(self, invocation: _Invocation) -> None:
@@ -370,7 +397,9 @@ class _Tracker:
             return
         if not record.accumulated.issuperset(map(id, record.trainable())):
             return
-        if any(not i.has_graph and not i.complete for i in record.pending):
+        if any(
+            not i.has_graph and not i.complete and not self.has_ended(i) for i in record.pending
+        ):
             return
         self._call_ready(record)
 
@@ -392,6 +421,9 @@ class _Tracker:
     def end_pass(self) -> None:
         """An inner pass of a partial-backwards scope has ended, and no backward."""
         self.is_split = None
+        for record in self.records():
+            # The outer backward may contribute to the same parameters, as to a tied embedding.
+            record.accumulated.clear()
         for forward in self.in_backward & self.pending.keys():
             for invocation in self.pending[forward]:
                 if invocation.begun:
@@ -417,9 +449,6 @@ class _Tracker:
             # Another backward may come, of another loss or of the same retained graph.
             invocation.begun = invocation.complete = False
         self.after_backward |= self.in_backward
-        if 0 not in self.after_backward:
-            # Tracking began within that forward. By its place it was an evaluation.
-            self._take([0])
         self.in_backward.clear()
         for record in self.records():
             if not record.is_ready:
@@ -450,7 +479,9 @@ class _Tracker:
 
     def reset(self) -> None:
         self._take(list(self.pending))
+        self.open_microbatches.clear()
         self.in_backward.clear()
+        self.after_backward.clear()
         self.is_split = None
         for record in self.records():
             record.in_forward = record.beginning = record.completing = None
@@ -480,7 +511,8 @@ def register_lifecycle_callbacks(
     Neither order of the last two is promised, for one group or between groups. The weights may be
     gone at ``post_backward`` where FSDP's policy releases them; gradients live on until they are
     reduced. The inner passes of an ``fsdp_partial_backwards`` scope are invocations each; the
-    backward that ends is the outer one, or the scope's last where none follows. Under a schedule
+    backward that ends is the outer one, or the scope's last where none follows. Groups of one state
+    (a mesh per parameter) share an FQN, and call each for itself. Under a schedule
     that splits backwards, see ``pipeline.observe_split_backwards``. An exception in a callback
     ends the backward; ``reset_iteration`` recovers from it.
 
@@ -507,7 +539,7 @@ def register_lifecycle_callbacks(
     return handle
 
 
-def set_repeated_units(module: nn.Module, policy: RepeatedUnits) -> None:
+def set_repeated_units(module: nn.Module, policy: RepeatedUnits | None) -> None:
     """Keep or release gathered weights between the invocations of ``module`` and units in it.
 
     - ``"release"``: as FSDP2 does, each invocation gathers on demand.
@@ -515,7 +547,9 @@ def set_repeated_units(module: nn.Module, policy: RepeatedUnits) -> None:
       invocation to its last, and in the backward until the last invocation to run has completed:
       one all-gather in the forward and one in the backward. How often a unit is invoked is taken
       from the forward before. With fewer invocations it is released at the end of the forward, with
-      more of them it is gathered once more, and then kept to the end.
+      more of them it is gathered once more, and then kept to the end. Where an invocation is in no
+      loss, the backward keeps it to its end, too.
+    - ``None``: torch's own code again, if nothing else is registered.
 
     Either way prefetch in the backward follows the order of invocations, and what was prefetched is
     used, or released when the backward ends. FSDP's own policies stay in force: a unit that is not
@@ -525,9 +559,10 @@ def set_repeated_units(module: nn.Module, policy: RepeatedUnits) -> None:
         TypeError: ``module`` is not an FSDP module.
         ValueError: ``policy`` is neither of the two, or ``module`` holds no FSDP group.
     """
-    if policy not in get_args(RepeatedUnits):
+    if policy is not None and policy not in get_args(RepeatedUnits):
         raise ValueError(
-            f"policy must be one of {', '.join(map(repr, get_args(RepeatedUnits)))}, got {policy!r}"
+            f"policy must be one of {', '.join(map(repr, get_args(RepeatedUnits)))} and None, got "
+            f"{policy!r}"
         )
     for record in _records_in(module, "set_repeated_units"):
         record.repeated_units = policy
@@ -667,13 +702,12 @@ class _TrackedGroup(FSDPParamGroup):
         return new_args, new_kwargs
 
     def _record_post_forward(self) -> None:
-        record = self.record
-        if record.tracker.is_evaluation:
+        invocation = self.record.in_forward
+        if invocation is None:
             # No backward follows, and the next one would prefetch by this order.
             return
         super()._record_post_forward()
-        if record.in_forward is not None:
-            record.in_forward.post_forward_index = self._post_forward_indices[-1]
+        invocation.post_forward_index = self._post_forward_indices[-1]
 
     def _backward_prefetch(self) -> None:
         invocation = self.record.beginning
@@ -687,33 +721,27 @@ class _TrackedGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         record = self.record
         invocation, record.completing = record.completing, None
-        if invocation is None:
-            # FSDP settles what no node of the graph has settled.
-            record.is_used_again_in_backward = False
-            super().post_backward()
-            return
-        tracker = record.tracker
-        others = tracker.others_pending(invocation)
+        # None: FSDP settles what no node of the graph has settled, or it was not matched.
+        others = record.tracker.others_pending(invocation) if invocation is not None else []
         record.is_used_again_in_backward = bool(others)
-        if not tracker.is_split:
-            tracker.complete(invocation)
-        if others and self.reduce_grads:
+        if invocation is not None and not record.tracker.is_split:
+            record.tracker.complete(invocation)
+        record.holds_gradients = bool(others) and self.reduce_grads
+        if record.holds_gradients:
             # One reduction, after the last of them. There is something to reduce where invocations
             # are recomputed, each in a graph of its own, and after a microbatch without reduction.
             self.reduce_grads = False
-            record.holds_gradients = True
-            try:
-                super().post_backward()
-            finally:
-                self.reduce_grads = True
-        else:
-            record.holds_gradients = False
+        try:
             super().post_backward()
+        finally:
+            if record.holds_gradients:
+                self.reduce_grads = True
         if all(r.group._training_state == self._training_state for r in _records_of(record.state)):
             # Or FSDP takes the unit's next recomputation for one of this invocation, puts no
             # post-backward node into its graph, and never reduces what it accumulates.
             record.state._training_state = TrainingState.IDLE
-        tracker.check_ready(record)
+        if invocation is not None:
+            record.tracker.check_ready(record)
 
     def reshard(self) -> None:
         record = self.record
@@ -737,7 +765,6 @@ class SplitBackwards:
 
     def __init__(self, root: FSDPModule) -> None:
         self._root = root
-        self._open: dict[int, list[_Invocation]] = {}
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -753,7 +780,7 @@ class SplitBackwards:
             return
         tracker.is_split = True
         yield
-        self._open[microbatch] = tracker.take_split()
+        tracker.open_microbatches[microbatch] = tracker.take_split()
 
     @contextmanager
     def weight_gradients(self, microbatch: int) -> Iterator[None]:
@@ -765,7 +792,7 @@ class SplitBackwards:
         tracker.is_split = True
         yield
         # The first stage computes both parts now.
-        tracker.close(self._open.pop(microbatch, []) + tracker.take_split())
+        tracker.close(tracker.open_microbatches.pop(microbatch, []) + tracker.take_split())
 
     def _tracker(self) -> _Tracker | None:
         context = self._root._get_fsdp_state()._state_ctx
@@ -792,6 +819,23 @@ def _subclass(mixin: type, cls: type) -> Any:
     return _subclasses[mixin, cls]
 
 
+def _in_reentrant_checkpoint() -> bool:
+    """Whether what runs now without a graph will run again, with one, in the backward."""
+    frame: FrameType | None = sys._getframe()
+    code = CheckpointFunction.forward.__code__
+    while frame is not None:
+        if frame.f_code is code and any(frame.f_locals["ctx"].needs_input_grad):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _accumulated(group: weakref.ref[FSDPParamGroup], parameter: torch.Tensor) -> None:
+    if isinstance(tracked := group(), _TrackedGroup):
+        tracked.record.accumulated.add(id(parameter))
+        tracked.record.tracker.check_ready(tracked.record)
+
+
 def _begin(invocation: _Invocation, grad: torch.Tensor) -> None:
     invocation.record.tracker.begin(invocation)
 
@@ -800,16 +844,17 @@ def _completes(invocation: _Invocation, grads: Any) -> None:
     invocation.record.completing = invocation
 
 
-def _leaves_weight_gradients(record: _GroupRecord) -> bool | None:
+def _leaves_weight_gradients(invocation: _Invocation) -> bool | None:
     """Whether the autograd pass under way computes none of the group's gradients.
 
     A schedule's pass for input gradients does so. Elsewhere a parameter may just be unused.
     """
-    trainable = record.trainable()
+    record = invocation.record
     if not is_manually_finalized(record.state._state_ctx):
         return False
-    if not trainable:
-        return None
+    trainable = record.trainable()
+    if not trainable or not invocation.has_graph:
+        return None  # the next one to begin tells
     nodes = [get_gradient_edge(parameter).node for parameter in trainable]
     return not any(torch._C._will_engine_execute_node(node) for node in nodes)
 
@@ -851,9 +896,11 @@ def _untrack_if_unused(state: FSDPState) -> bool:
         for record in _records_of(tracked):
             for hook in record.gradient_hooks.values():
                 hook.remove()
-            record.group.__class__ = FSDPParamGroup
+            cast(Any, record.group).__class__ = FSDPParamGroup
+            del cast(Any, record.group).record
         tracked.__class__ = cast(_TrackedState, tracked).untracked
-    cast(Any, context).__class__ = FSDPStateContext
+    del cast(Any, context).tracker
+    cast(Any, context).__class__ = tracker.context_class
     return True
 
 
@@ -861,7 +908,8 @@ def _tracker_of(state: FSDPState) -> _Tracker:
     context = state._state_ctx
     if not isinstance(context, _TrackedContext):
         tracker = _Tracker(states_of_tree(state) or [state])
-        cast(Any, context).__class__ = _TrackedContext
+        tracker.context_class = type(context)
+        cast(Any, context).__class__ = _subclass(_TrackedContext, type(context))
         cast(_TrackedContext, context).tracker = tracker
         return tracker
     return context.tracker

@@ -66,7 +66,11 @@ def main(argv: list[str]) -> int:
     """
     status = [1]
     atexit.register(_leave, status)
-    status[0] = _main(argv)
+    try:
+        status[0] = _main(argv)
+    except SystemExit as error:
+        status[0] = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
     return status[0]
 
 
@@ -78,7 +82,9 @@ def _leave(status: list[int]) -> None:
     finalized answers by ending the thread; through C++ that is an abort, once training is over.
     """
     for child in multiprocessing.active_children():
-        child.terminate()
+        if child.daemon:
+            child.terminate()
+        child.join()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
