@@ -824,7 +824,7 @@ def _in_reentrant_checkpoint() -> bool:
     frame: FrameType | None = sys._getframe()
     code = CheckpointFunction.forward.__code__
     while frame is not None:
-        if frame.f_code is code and any(frame.f_locals["ctx"].needs_input_grad):
+        if frame.f_code is code and any(frame.f_locals[code.co_varnames[0]].needs_input_grad):
             return True
         frame = frame.f_back
     return False
