@@ -159,7 +159,7 @@ class _GroupRecord:
     state: FSDPState
     callbacks: OrderedDict[int, _Callbacks] = field(default_factory=OrderedDict)
     repeated_units: RepeatedUnits | None = None
-    # In this forward, and in the one before.
+    # In this forward, and in the one before; evaluations are not learned from.
     num_invocations: int = 0
     last_num_invocations: int = 0
     # The invocation whose forward, whose start of backward, and whose end of backward is under way.
@@ -345,7 +345,7 @@ class _Tracker:
             return max(rest, key=lambda i: (not self.has_ended(i), i.forward, i.index))
         if known:
             return None  # non-reentrant: its own graph says when it begins
-        # A checkpoint around the whole tree, whose first forward looked like an evaluation.
+        # A reentrant checkpoint that is not torch's: its first forward looked like an evaluation.
         return self._add(
             _Invocation(record, n, self.forward, node_sequence_nr, whole, has_graph=False)
         )
