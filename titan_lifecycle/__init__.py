@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from titan_lifecycle.fsdp_lifecycle import (
         PartialBackwardHooks,
         complete_fsdp_grouped_forward,
+        disable_forward_prefetch_in_backward,
         fsdp_partial_backwards,
     )
     from titan_lifecycle.invocations import (
-        disable_forward_prefetch_in_backward,
         register_lifecycle_callbacks,
         set_repeated_units,
     )
@@ -44,7 +44,7 @@ _MODULES = {
     "LifecycleChunkedLoss": "chunked_loss",
     "PartialBackwardHooks": "fsdp_lifecycle",
     "complete_fsdp_grouped_forward": "fsdp_lifecycle",
-    "disable_forward_prefetch_in_backward": "invocations",
+    "disable_forward_prefetch_in_backward": "fsdp_lifecycle",
     "fsdp_partial_backwards": "fsdp_lifecycle",
     "observe_split_backwards": "pipeline",
     "register_lifecycle_callbacks": "invocations",

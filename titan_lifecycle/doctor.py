@@ -30,7 +30,7 @@ _VERDICTS = {0: "the gap is closed", 1: "the gap is open"}
 # The modules that rely on private names, what of, and where each lists them.
 _RELYING = (
     ("fsdp_lifecycle", "FSDP2", "_PRIVATE_NAMES"),
-    ("invocations", "FSDP2", "PRIVATE_NAMES"),
+    ("invocations", "autograd", "PRIVATE_NAMES"),
     ("pipeline", "pipelining", "PRIVATE_NAMES"),
     ("trainer", "torchtitan", None),
 )

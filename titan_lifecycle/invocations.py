@@ -30,8 +30,7 @@ checkpoint is itself that node). So the pending invocation with the largest sequ
 that node's lies in the segment, and the n-th recomputed call of a unit is its n-th in there. Where
 checkpoints are nested that may fail; what is left then is the last invocation not complete.
 
-Classes of FSDP2 are replaced on the instances, by subclasses, and only where something is
-registered: a tree without callbacks or policy runs torch's code alone.
+How FSDP2 is listened to: [Note: Observed trees] in ``fsdp_lifecycle``.
 """
 
 from __future__ import annotations
@@ -54,24 +53,26 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from titan_lifecycle.fsdp_lifecycle import (
-    is_in_scope,
-    is_manually_finalized,
+    GroupObserver,
+    TreeObserver,
+    group_fqn,
+    group_observer,
+    is_group_in_scope,
+    is_group_manually_finalized,
+    leave_prefetch_order,
     missing_names,
-    states_of_tree,
+    observe,
+    release_after_backward,
+    release_after_forward,
+    repeat_post_backward,
+    trainable_parameters,
+    tree_observer,
+    tree_observer_of,
     unsupported_torch,
 )
 
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
-except ImportError as error:
-    raise ImportError(unsupported_torch(str(error))) from error
-
 __all__ = [
     "RepeatedUnits",
-    "disable_forward_prefetch_in_backward",
     "register_lifecycle_callbacks",
     "set_repeated_units",
 ]
@@ -79,42 +80,14 @@ __all__ = [
 RepeatedUnits = Literal["release", "retain"]
 """What happens to a unit's gathered weights between its invocations in one forward or backward."""
 
+# Of autograd; FSDP2's are with ``fsdp_lifecycle``.
 PRIVATE_NAMES: dict[Any, tuple[str, ...]] = {
     torch._C: ("_current_autograd_node", "_current_graph_task_id", "_will_engine_execute_node"),
     torch._C._autograd: ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
-    FSDPState: (
-        "_cast_forward_inputs",
-        "_force_complete_incomplete_states",
-        "_fsdp_param_groups",
-        "_register_pre_backward_hook",
-        "_reset_iter_state",
-        "_root_post_backward_final_callback",
-        "_root_pre_forward",
-        "_state_ctx",
-        "_states_to_backward_prefetch",
-        "_states_to_forward_prefetch",
-        "_training_state",
-        "finalize_backward",
-    ),
-    FSDPStateContext: ("iter_forward_root", "manual_backward_finalization_active"),
-    FSDPParamGroup: (
-        "_all_gather_result",
-        "_backward_prefetch",
-        "_post_forward_indices",
-        "_record_post_forward",
-        "_register_post_backward_hook",
-        "_training_state",
-        "comm_ctx",
-        "finalize_backward",
-        "post_backward",
-        "pre_forward",
-        "reshard",
-        "use_training_state",
-    ),
 }
 
 if missing := missing_names(PRIVATE_NAMES):
-    raise ImportError(unsupported_torch(f"it lacks {', '.join(missing)}"))
+    raise ImportError(unsupported_torch(f"it lacks {', '.join(missing)}", "autograd"))
 
 
 PreBackward = Callable[[str, int], None]
@@ -151,12 +124,11 @@ class _Invocation:
     complete: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class _GroupRecord:
+@dataclass(eq=False)
+class _GroupRecord(GroupObserver):
     """What is kept about one FSDP group."""
 
-    group: FSDPParamGroup
-    state: FSDPState
+    group: Any  # FSDP2's
     callbacks: OrderedDict[int, _Callbacks] = field(default_factory=OrderedDict)
     repeated_units: RepeatedUnits | None = None
     # In this forward, and in the one before; evaluations are not learned from.
@@ -178,41 +150,40 @@ class _GroupRecord:
 
     @property
     def fqn(self) -> str:
-        return self.group._module_fqn or "<root>"
+        return group_fqn(self.group)
 
     @property
     def tracker(self) -> _Tracker:
-        return _tracker_of(self.state)
+        return cast(_Tracker, tree_observer_of(self.group))
 
     @property
-    def is_used(self) -> bool:
+    def is_in_use(self) -> bool:  # type: ignore[override]  # derived
         return bool(self.callbacks) or self.repeated_units is not None
 
     @property
-    def retains(self) -> bool:
-        return self.repeated_units == "retain"
+    def orders_prefetch(self) -> bool:  # type: ignore[override]  # derived
+        return self.repeated_units is not None
 
     def call(self, moment: Literal["pre_backward", "post_backward"], index: int) -> None:
         for callbacks in [*self.callbacks.values()]:
             if (callback := getattr(callbacks, moment)) is not None:
                 callback(self.fqn, index)
 
-    def trainable(self) -> list[nn.Parameter]:
-        """The unsharded parameters that require grad; empty before the first gather."""
-        return [
-            p._unsharded_param
-            for p in self.group.fsdp_params
-            if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")
-        ]
+    # What FSDP2 reports #
 
-    def is_invoked_again_in_forward(self) -> bool:
-        """By the count of the forward before; beyond that count, until the forward's end."""
-        count, expected = self.num_invocations, self.last_num_invocations
-        return count < expected or (count > expected and count > 1)
+    def close(self) -> None:
+        for hook in self.gradient_hooks.values():
+            hook.remove()
 
-    def watch_gradients(self) -> None:
+    def enter_forward(self) -> None:
+        self.in_forward = self.tracker.invoke(self)
+
+    def recompute(self) -> None:
+        self.tracker.invoke(self)
+
+    def gathered(self) -> None:
         if any(callbacks.grads_ready for callbacks in self.callbacks.values()):
-            for parameter in self.trainable():
+            for parameter in trainable_parameters(self.group):
                 if id(parameter) not in self.gradient_hooks:
                     # Weakly: the hook is the parameter's, which is the group's, and autograd's part
                     # of that cycle is not collected.
@@ -221,17 +192,64 @@ class _GroupRecord:
                         parameter.register_post_accumulate_grad_hook(hook)
                     )
 
+    def completion_hook(self) -> Callable[[Any], None] | None:
+        return None if self.in_forward is None else partial(_completes, self.in_forward)
+
+    def expects_backward(self) -> bool:
+        return self.in_forward is not None
+
+    def set_place(self, index: int) -> None:
+        assert self.in_forward is not None
+        self.in_forward.post_forward_index = index
+
+    def place_of_backward(self) -> int | None:
+        return None if self.beginning is None else self.beginning.post_forward_index
+
+    def leave_forward(self, outputs: Iterable[torch.Tensor]) -> None:
+        invocation, self.in_forward = self.in_forward, None
+        if invocation is None:
+            return
+        for tensor in outputs:
+            tensor.register_hook(partial(_begin, invocation))
+        if not outputs and invocation.has_graph and not invocation.begun:
+            self.tracker.takes_no_part(invocation)
+
+    def begin_post_backward(self, *, reduces: bool) -> bool:
+        # None: FSDP settles what no node of the graph has settled, or it was not matched.
+        invocation = self.completing
+        others = self.tracker.others_pending(invocation) if invocation is not None else []
+        self.is_used_again_in_backward = bool(others)
+        if invocation is not None and not self.tracker.is_split:
+            self.tracker.complete(invocation)
+        # One reduction, after the last of them. There is something to reduce where invocations are
+        # recomputed, each in a graph of its own, and after a microbatch without reduction.
+        self.holds_gradients = bool(others) and reduces
+        return self.holds_gradients
+
+    def end_post_backward(self) -> None:
+        invocation, self.completing = self.completing, None
+        if invocation is not None:
+            self.tracker.check_ready(self)
+
+    def keeps_weights(self, *, in_forward: bool) -> bool:
+        if self.repeated_units != "retain":
+            return False
+        if not in_forward:
+            return self.is_used_again_in_backward
+        # By the count of the forward before; beyond that count, until the forward's end.
+        count, expected = self.num_invocations, self.last_num_invocations
+        return count < expected or (count > expected and count > 1)
+
 
 # A forward with gradients enabled whose backward never comes leaves its records; the oldest go.
 _MAX_PENDING_FORWARDS = 1024
 
 
-class _Tracker:
+class _Tracker(TreeObserver):
     """The records of one FSDP tree; see [Note: Completion and readiness]."""
 
-    def __init__(self, states: Iterable[FSDPState]) -> None:
-        self.states = [_tracked(state) for state in states]
-        self.context_class: type[FSDPStateContext[FSDPState]] = FSDPStateContext
+    def __init__(self, groups: list[GroupObserver]) -> None:
+        self.records = cast(list[_GroupRecord], groups)
         self.forward = 0
         # By forward, the invocations whose backward has not ended, in their order.
         self.pending: dict[int, list[_Invocation]] = {}
@@ -249,9 +267,13 @@ class _Tracker:
         self._recomputation: tuple[int, int] | None = None
         self._num_recomputed: dict[int, int] = {}
 
-    def records(self) -> Iterable[_GroupRecord]:
-        for state in self.states:
-            yield from _records_of(state)
+    @classmethod
+    def of_group(cls, group: Any) -> _GroupRecord:
+        return _GroupRecord(group)
+
+    @property
+    def expects_backward(self) -> bool:
+        return bool(self.pending.keys() - self.after_backward)
 
     # The forward #
 
@@ -264,21 +286,20 @@ class _Tracker:
             self.after_backward.clear()
         if len(self.pending) > _MAX_PENDING_FORWARDS:
             self._take([next(iter(self.pending))])
-        for record in self.records():
+        for record in self.records:
             record.num_invocations = 0
 
     def end_forward(self) -> None:
-        for record in self.records():
+        for record in self.records:
             if record.num_invocations and not self.is_evaluation:
                 record.last_num_invocations = record.num_invocations
             if record.holds_weights:
                 record.num_invocations = record.last_num_invocations
-                with record.group.use_training_state(TrainingState.FORWARD):
-                    record.group.reshard()
+                release_after_forward(record.group)
 
     def invoke(self, record: _GroupRecord) -> _Invocation | None:
         """A unit's forward starts; returns its invocation, or None where no backward follows."""
-        if is_bw():
+        if _is_backward():
             invocation = self._recomputed(record)
             if invocation is not None:
                 self.begin(invocation)
@@ -358,11 +379,7 @@ class _Tracker:
     def takes_no_part(self, invocation: _Invocation) -> None:
         """Nothing that requires grad came out of it: no backward reaches it, and no prefetch."""
         self._drop(invocation)
-        group = invocation.record.group
-        order = group.comm_ctx.post_forward_order
-        if invocation.post_forward_index == len(order) - 1:
-            order.pop()
-            group._post_forward_indices.pop()
+        leave_prefetch_order(invocation.record.group, invocation.post_forward_index)
 
     # The backward #
 
@@ -393,9 +410,9 @@ class _Tracker:
 
     def check_ready(self, record: _GroupRecord) -> None:
         """Call ``grads_ready`` if no contribution of this backward is missing."""
-        if record.is_ready or self.is_split or is_in_scope(record.state):
+        if record.is_ready or self.is_split or is_group_in_scope(record.group):
             return
-        if not record.accumulated.issuperset(map(id, record.trainable())):
+        if not record.accumulated.issuperset(map(id, trainable_parameters(record.group))):
             return
         if any(
             not i.has_graph and not i.complete and not self.has_ended(i) for i in record.pending
@@ -411,17 +428,15 @@ class _Tracker:
 
     def begin_end(self) -> None:
         """Autograd is done; FSDP's own end of the backward comes next."""
-        for record in self.records():
+        for record in self.records:
             if record.holds_gradients:
                 record.holds_gradients = False
-                # FSDP then takes its post-backward for not run yet, and reduces, or leaves it to
-                # manual finalization.
-                record.group._training_state = TrainingState.IDLE
+                repeat_post_backward(record.group)
 
     def end_pass(self) -> None:
         """An inner pass of a partial-backwards scope has ended, and no backward."""
         self.is_split = None
-        for record in self.records():
+        for record in self.records:
             # The outer backward may contribute to the same parameters, as to a tied embedding.
             record.accumulated.clear()
         for forward in self.in_backward & self.pending.keys():
@@ -431,10 +446,8 @@ class _Tracker:
 
     def end(self) -> None:
         """The backward has ended, except for weight gradients that are computed later."""
-        for record in self.records():
-            if record.holds_weights:
-                record.group.reshard()
-            _release_unused_prefetch(record.group)
+        for record in self.records:
+            release_after_backward(record.group)
         if not self.is_split:
             begun = self.in_backward & self.pending.keys()
             self.close([i for forward in sorted(begun) for i in self.pending[forward]])
@@ -450,11 +463,16 @@ class _Tracker:
             invocation.begun = invocation.complete = False
         self.after_backward |= self.in_backward
         self.in_backward.clear()
-        for record in self.records():
+        for record in self.records:
             if not record.is_ready:
                 self._call_ready(record)
             record.accumulated.clear()
             record.is_ready = False
+
+    def finalized(self) -> None:
+        if self.is_split:
+            self.in_backward.update(self.pending)
+            self.close(self.take_split())
 
     def take_split(self) -> list[_Invocation]:
         """The invocations whose input gradients have been computed, to be closed later."""
@@ -483,7 +501,7 @@ class _Tracker:
         self.in_backward.clear()
         self.after_backward.clear()
         self.is_split = None
-        for record in self.records():
+        for record in self.records:
             record.in_forward = record.beginning = record.completing = None
             record.holds_weights = record.holds_gradients = record.is_ready = False
             # Every rank resets, and each may have failed elsewhere: none may expect anything.
@@ -568,255 +586,24 @@ def set_repeated_units(module: nn.Module, policy: RepeatedUnits | None) -> None:
         record.repeated_units = policy
 
 
-def disable_forward_prefetch_in_backward(module: nn.Module) -> None:
-    """Keep forwards that are recomputed in a backward from prefetching in forward order.
-
-    With ``set_modules_to_forward_prefetch`` and checkpointing outside of the units, FSDP2 gathers
-    units whose backward is already over. Recomputed weights stay gathered for their backward, and
-    the next forward prefetches again. Applies to ``module`` and every FSDP module in it; nothing is
-    done for a module without any.
-    """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            state = child._get_fsdp_state()
-            if isinstance(state, _TrackedState):
-                state.untracked = _subclass(_RecomputingState, state.untracked)
-            elif not isinstance(state, _RecomputingState):
-                state.__class__ = _subclass(_RecomputingState, type(state))
-
-
-class _RecomputingState(FSDPState):
-    """Issues no forward prefetch while a backward runs.
-
-    A recomputed forward runs in reverse order of blocks: what comes after it in forward order has
-    completed its backward, and would be gathered for nothing.
-    """
-
-    @property
-    def _states_to_forward_prefetch(self) -> list[FSDPState]:
-        return [] if is_bw() else self.__dict__["_states_to_forward_prefetch"]
-
-    @_states_to_forward_prefetch.setter
-    def _states_to_forward_prefetch(self, states: list[FSDPState]) -> None:
-        self.__dict__["_states_to_forward_prefetch"] = states
-
-
-class _TrackedState(_RecomputingState):
-    untracked: type[FSDPState]
-
-    def _root_pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A recomputed forward may also be the first of its tree, and begins nothing.
-        begins = self._state_ctx.iter_forward_root is None and not is_bw()
-        if begins and _untrack_if_unused(self):
-            return self._root_pre_forward(*args, **kwargs)
-        result = super()._root_pre_forward(*args, **kwargs)
-        # Not before: the root's first forward settles which states are a tree.
-        tracker = _tracker_of(self)
-        if begins:
-            tracker.begin_forward()
-        return result
-
-    def _force_complete_incomplete_states(self, output: Any) -> Any:
-        # Called at the end of the forward of the module that began it.
-        output = super()._force_complete_incomplete_states(output)
-        if not is_bw():
-            _tracker_of(self).end_forward()
-        return output
-
-    def _cast_forward_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        if self._training_state == TrainingState.PRE_BACKWARD:
-            # Recomputed after its backward has begun: FSDP goes no further.
-            for record in _records_of(self):
-                record.tracker.invoke(record)
-        return super()._cast_forward_inputs(*args, **kwargs)
-
-    def _register_pre_backward_hook(self, output: Any) -> Any:
-        tensors = collect_grad_tensors(output) if torch.is_grad_enabled() else ()
-        for record in reversed([*_records_of(self)]):
-            invocation, record.in_forward = record.in_forward, None
-            if invocation is None:
-                continue
-            for tensor in tensors:
-                tensor.register_hook(partial(_begin, invocation))
-            if not tensors and invocation.has_graph and not invocation.begun:
-                record.tracker.takes_no_part(invocation)
-        return super()._register_pre_backward_hook(output)
-
-    def _root_post_backward_final_callback(self) -> None:
-        tracker = _tracker_of(self)
-        if is_in_scope(self):
-            super()._root_post_backward_final_callback()
-            tracker.end_pass()
-            return
-        tracker.begin_end()
-        super()._root_post_backward_final_callback()
-        tracker.end()
-
-    @property
-    def _states_to_backward_prefetch(self) -> list[FSDPState]:
-        if any(record.repeated_units for record in _records_of(self)):
-            # A list of modules cannot say which invocation of them comes next.
-            return []
-        states: list[FSDPState] = self.__dict__["_states_to_backward_prefetch"]
-        return states
-
-    @_states_to_backward_prefetch.setter
-    def _states_to_backward_prefetch(self, states: list[FSDPState]) -> None:
-        self.__dict__["_states_to_backward_prefetch"] = states
-
-    def finalize_backward(self, **kwargs: Any) -> None:
-        super().finalize_backward(**kwargs)
-        tracker = _tracker_of(self)
-        if tracker.is_split:
-            tracker.in_backward.update(tracker.pending)
-            tracker.close(tracker.take_split())
-
-    def _reset_iter_state(self) -> None:
-        super()._reset_iter_state()
-        _tracker_of(self).reset()
-
-
-class _TrackedGroup(FSDPParamGroup):
-    record: _GroupRecord
-
-    def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        record = self.record
-        if self._training_state != TrainingState.FORWARD:
-            record.in_forward = record.tracker.invoke(record)
-        result = super().pre_forward(*args, **kwargs)
-        record.watch_gradients()
-        return result
-
-    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        new_args, new_kwargs = super()._register_post_backward_hook(args, kwargs)
-        invocation = self.record.in_forward
-        if (
-            invocation is not None
-            and torch.is_grad_enabled()
-            and collect_grad_tensors((args, kwargs))
-        ):
-            # All outputs of FSDP's post-backward node.
-            node = collect_grad_tensors((new_args, new_kwargs))[0].grad_fn
-            assert node is not None
-            node.register_prehook(partial(_completes, invocation))
-        return new_args, new_kwargs
-
-    def _record_post_forward(self) -> None:
-        invocation = self.record.in_forward
-        if invocation is None:
-            # No backward follows, and the next one would prefetch by this order.
-            return
-        super()._record_post_forward()
-        invocation.post_forward_index = self._post_forward_indices[-1]
-
-    def _backward_prefetch(self) -> None:
-        invocation = self.record.beginning
-        index = invocation.post_forward_index if invocation is not None else None
-        if index in self._post_forward_indices:
-            # FSDP takes the last one for this invocation's place in the forward's order.
-            self._post_forward_indices.remove(index)
-            self._post_forward_indices.append(index)
-        super()._backward_prefetch()
-
-    def post_backward(self, *unused: Any) -> None:
-        record = self.record
-        invocation, record.completing = record.completing, None
-        # None: FSDP settles what no node of the graph has settled, or it was not matched.
-        others = record.tracker.others_pending(invocation) if invocation is not None else []
-        record.is_used_again_in_backward = bool(others)
-        if invocation is not None and not record.tracker.is_split:
-            record.tracker.complete(invocation)
-        record.holds_gradients = bool(others) and self.reduce_grads
-        if record.holds_gradients:
-            # One reduction, after the last of them. There is something to reduce where invocations
-            # are recomputed, each in a graph of its own, and after a microbatch without reduction.
-            self.reduce_grads = False
-        try:
-            super().post_backward()
-        finally:
-            if record.holds_gradients:
-                self.reduce_grads = True
-        if all(r.group._training_state == self._training_state for r in _records_of(record.state)):
-            # Or FSDP takes the unit's next recomputation for one of this invocation, puts no
-            # post-backward node into its graph, and never reduces what it accumulates.
-            record.state._training_state = TrainingState.IDLE
-        if invocation is not None:
-            record.tracker.check_ready(record)
-
-    def reshard(self) -> None:
-        record = self.record
-        if record.retains:
-            if self._training_state == TrainingState.FORWARD:
-                record.holds_weights = record.is_invoked_again_in_forward()
-            elif self._training_state == TrainingState.POST_BACKWARD:
-                record.holds_weights = record.is_used_again_in_backward
-            else:
-                record.holds_weights = False
-            if record.holds_weights:
-                return
-        super().reshard()
-
-
-class SplitBackwards:
-    """The microbatches of one FSDP root whose input gradients are there and weight gradients not.
-
-    For ``pipeline.observe_split_backwards``.
-    """
-
-    def __init__(self, root: FSDPModule) -> None:
-        self._root = root
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        if (tracker := self._tracker()) is not None:
-            tracker.is_split = False
+@contextmanager
+def part_of_backward(
+    root: FSDPModule, microbatch: int, part: Literal["whole", "input", "weight"]
+) -> Iterator[None]:
+    """Around a microbatch's backward, or around the part that computes its input or its weight
+    gradients. For ``pipeline.observe_split_backwards``."""
+    tracker = cast(_Tracker | None, tree_observer(root))
+    if tracker is None:
         yield
-
-    @contextmanager
-    def input_gradients(self, microbatch: int) -> Iterator[None]:
-        tracker = self._tracker()
-        if tracker is None:
-            yield
-            return
-        tracker.is_split = True
-        yield
+        return
+    # The many small passes of the second part end no backward, either.
+    tracker.is_split = part != "whole"
+    yield
+    if part == "input":
         tracker.open_microbatches[microbatch] = tracker.take_split()
-
-    @contextmanager
-    def weight_gradients(self, microbatch: int) -> Iterator[None]:
-        tracker = self._tracker()
-        if tracker is None:
-            yield
-            return
-        # The many small passes of this part end no backward.
-        tracker.is_split = True
-        yield
+    elif part == "weight":
         # The first stage computes both parts now.
         tracker.close(tracker.open_microbatches.pop(microbatch, []) + tracker.take_split())
-
-    def _tracker(self) -> _Tracker | None:
-        context = self._root._get_fsdp_state()._state_ctx
-        return context.tracker if isinstance(context, _TrackedContext) else None
-
-
-class _TrackedContext(FSDPStateContext[FSDPState]):
-    tracker: _Tracker
-
-
-_subclasses: dict[Any, Any] = {}
-
-
-def _subclass(mixin: type, cls: type) -> Any:
-    """``mixin`` in front of ``cls``, FSDP2's own class or a subclass (``replicate()`` has one)."""
-    if issubclass(mixin, cls):
-        return mixin
-    if issubclass(cls, mixin):
-        return cls
-    if (mixin, cls) not in _subclasses:
-        _subclasses[mixin, cls] = type(
-            f"{mixin.__name__.removeprefix('_')}{cls.__name__}", (mixin, cls), {}
-        )
-    return _subclasses[mixin, cls]
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -830,10 +617,14 @@ def _in_reentrant_checkpoint() -> bool:
     return False
 
 
-def _accumulated(group: weakref.ref[FSDPParamGroup], parameter: torch.Tensor) -> None:
-    if isinstance(tracked := group(), _TrackedGroup):
-        tracked.record.accumulated.add(id(parameter))
-        tracked.record.tracker.check_ready(tracked.record)
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _accumulated(group: weakref.ref[Any], parameter: torch.Tensor) -> None:
+    if (record := cast(_GroupRecord | None, group_observer(group()))) is not None:
+        record.accumulated.add(id(parameter))
+        record.tracker.check_ready(record)
 
 
 def _begin(invocation: _Invocation, grad: torch.Tensor) -> None:
@@ -849,70 +640,14 @@ def _leaves_weight_gradients(invocation: _Invocation) -> bool | None:
 
     A schedule's pass for input gradients does so. Elsewhere a parameter may just be unused.
     """
-    record = invocation.record
-    if not is_manually_finalized(record.state._state_ctx):
+    group = invocation.record.group
+    if not is_group_manually_finalized(group):
         return False
-    trainable = record.trainable()
+    trainable = trainable_parameters(group)
     if not trainable or not invocation.has_graph:
         return None  # the next one to begin tells
     nodes = [get_gradient_edge(parameter).node for parameter in trainable]
     return not any(torch._C._will_engine_execute_node(node) for node in nodes)
-
-
-def _release_unused_prefetch(group: FSDPParamGroup) -> None:
-    if group._all_gather_result is not None:
-        group.wait_for_unshard()
-        group.reshard()
-
-
-def _tracked(state: FSDPState) -> FSDPState:
-    if not isinstance(state, _TrackedState):
-        untracked = type(state)
-        state.__class__ = _subclass(_TrackedState, untracked)
-        cast(_TrackedState, state).untracked = untracked
-    for group in state._fsdp_param_groups:
-        if not isinstance(group, _TrackedGroup):
-            group.__class__ = _TrackedGroup
-            cast(_TrackedGroup, group).record = _GroupRecord(group, state)
-    return state
-
-
-def _records_of(state: FSDPState) -> Iterator[_GroupRecord]:
-    for group in state._fsdp_param_groups:
-        yield cast(_TrackedGroup, group).record
-
-
-def _untrack_if_unused(state: FSDPState) -> bool:
-    """Give the tree of ``state`` back to torch's classes, if nothing is registered any more."""
-    context = state._state_ctx
-    if not isinstance(context, _TrackedContext):
-        return False
-    tracker = context.tracker
-    if tracker.pending.keys() - tracker.after_backward or any(
-        record.is_used for record in tracker.records()
-    ):
-        return False
-    for tracked in tracker.states:
-        for record in _records_of(tracked):
-            for hook in record.gradient_hooks.values():
-                hook.remove()
-            cast(Any, record.group).__class__ = FSDPParamGroup
-            del cast(Any, record.group).record
-        tracked.__class__ = cast(_TrackedState, tracked).untracked
-    del cast(Any, context).tracker
-    cast(Any, context).__class__ = tracker.context_class
-    return True
-
-
-def _tracker_of(state: FSDPState) -> _Tracker:
-    context = state._state_ctx
-    if not isinstance(context, _TrackedContext):
-        tracker = _Tracker(states_of_tree(state) or [state])
-        tracker.context_class = type(context)
-        cast(Any, context).__class__ = _subclass(_TrackedContext, type(context))
-        cast(_TrackedContext, context).tracker = tracker
-        return tracker
-    return context.tracker
 
 
 def _records_in(module: nn.Module, function: str) -> list[_GroupRecord]:
@@ -920,9 +655,7 @@ def _records_in(module: nn.Module, function: str) -> list[_GroupRecord]:
         raise TypeError(
             f"{function} takes an FSDP module, got {type(module).__name__}; apply fully_shard first"
         )
-    states = dict.fromkeys(
-        child._get_fsdp_state() for child in module.modules() if isinstance(child, FSDPModule)
-    )
-    if not any(state._fsdp_param_groups for state in states):
+    records = observe(module, _Tracker)
+    if not records:
         raise ValueError(f"{function}: no parameters are sharded in this {type(module).__name__}")
-    return [record for state in states for record in _records_of(_tracked(state))]
+    return cast(list[_GroupRecord], records)

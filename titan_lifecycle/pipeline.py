@@ -30,7 +30,6 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.profiler import record_function
 
-from titan_lifecycle import invocations
 from titan_lifecycle.fsdp_lifecycle import (
     ProbeGuard,
     groups_with_pending_gradients,
@@ -38,6 +37,7 @@ from titan_lifecycle.fsdp_lifecycle import (
     reset_root,
     unsupported_torch,
 )
+from titan_lifecycle.invocations import part_of_backward
 
 __all__ = [
     "lifecycle_pipelining_fn",
@@ -250,7 +250,6 @@ def _guard_initialization(
 
 def _observe(stage: _PipelineStageBase, root: FSDPModule) -> None:
     one_chunk, weight_one_chunk = stage.backward_one_chunk, stage.backward_weight_one_chunk
-    parts = invocations.SplitBackwards(root)
 
     def observed_one_chunk(
         bwd_chunk_id: int,
@@ -258,11 +257,11 @@ def _observe(stage: _PipelineStageBase, root: FSDPModule) -> None:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        with parts.whole() if full_backward else parts.input_gradients(bwd_chunk_id):
+        with part_of_backward(root, bwd_chunk_id, "whole" if full_backward else "input"):
             one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def observed_weight_one_chunk(bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with parts.weight_gradients(bwd_chunk_id):
+        with part_of_backward(root, bwd_chunk_id, "weight"):
             weight_one_chunk(bwd_chunk_id, last_backward)
 
     # On the instance: other stages keep torch's methods.

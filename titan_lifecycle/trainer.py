@@ -25,8 +25,12 @@ from torchtitan.trainer import Trainer
 from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
 from titan_lifecycle.collectives import CollectiveCounter
 from titan_lifecycle.cost import sentence
-from titan_lifecycle.fsdp_lifecycle import preserved_policies, unsharded_gradient_bytes
-from titan_lifecycle.invocations import disable_forward_prefetch_in_backward, set_repeated_units
+from titan_lifecycle.fsdp_lifecycle import (
+    disable_forward_prefetch_in_backward,
+    preserved_policies,
+    unsharded_gradient_bytes,
+)
+from titan_lifecycle.invocations import set_repeated_units
 from titan_lifecycle.measurements import StepMeasurements
 from titan_lifecycle.metrics import job_loss_rank
 from titan_lifecycle.mtp import MTPChunkedLoss, return_hidden_states

@@ -80,6 +80,7 @@ def observe(rank, folder, check):
     dist.destroy_process_group()
 
 
+# The same in each of these programs: one is read, sent and run alone.
 if __name__ == "__main__":
     found = []
 
