@@ -31,7 +31,7 @@ grouping and whether or not the input requires grad.
 What ``invocations`` knows of a tree, it is told: :func:`observe` replaces FSDP2's classes on the
 instances, by subclasses that report to a :class:`GroupObserver` and a :class:`TreeObserver` and ask
 them. Once neither is in use the next forward gives torch's classes back, so that a tree without
-observers runs torch's code alone.
+observers runs torch's code alone. No upstream change is known that would replace this part.
 
 The upstream changes that would replace this module are pytorch/pytorch#203176 (scoped partial
 backwards, completion of repeated grouped forwards), #203177 (policy snapshot and restore by
