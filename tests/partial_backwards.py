@@ -551,9 +551,9 @@ class TestPartialBackwards:
                 # One gather at the most: none where forward kept the weights.
                 self.assertLessEqual(collectives.counts["all_gather"], 1)
                 self.assertEqual(collectives.counts["reduce_scatter"], 0)
-                by_policy = {False: "UNSHARDED", True: "SHARDED", 2: "SHARDED_POST_FORWARD"}
+                # Whatever the policy: weights may change in place before the next forward.
                 head = model.lm_head._get_fsdp_state()._fsdp_param_groups[0]._module_fqn
-                states[f"{head}[0]"] = by_policy[policy]
+                states[f"{head}[0]"] = "SHARDED"
                 self.assertEqual(s.sharded_states(model), states)
                 self.assertEqual(s.leftovers(model), [])
                 reference = s.make_model(case, device=self.device)
@@ -828,10 +828,8 @@ class TestPartialBackwards:
         with self.assertRaisesRegex(RuntimeError, "was left; call it inside"):
             hooks.before_last_forward()
         reset_iteration(model)
-        with self.assertRaisesRegex(TypeError, "a Sequential that is not FSDP but wraps one, '0'"):
-            fsdp_partial_backwards(nn.Sequential(head)).__enter__()
         model.norm(hidden)  # the group's forward is under way
-        with self.assertRaisesRegex(RuntimeError, rf"'{name}' while the forward .* is under way"):
+        with self.assertRaisesRegex(RuntimeError, rf"'{name}' while .* is under way.* reset_iteration"):
             fsdp_partial_backwards(head).__enter__()
         reset_iteration(model)
         with self.assertRaisesRegex(ValueError, "'compatible', 'coalesced', got 'both'"):

@@ -1,31 +1,22 @@
 """FSDP2's lifecycle around partial backwards: the only module that touches private FSDP2 state.
 
 [Note: Partial backwards and FSDP finalization]
-FSDP2 takes the end of every autograd pass for the end of a backward. The final callback of
-whichever state queued it walks ``all_states`` of the shared root context: it runs post-backward
-(reshard, reduce-scatter) on every group that has not run it, clears every group's markers and, if
-``is_last_backward``, ends the iteration (waits for reductions, drops the prefetch order).
+FSDP2 mistakes the end of every autograd pass for the end of a backward: the pass's pre-backward
+hook queues a final callback, which reshards and reduces every group under the root. A chunked loss
+runs N *inner* backwards through the head alone, which stop at detached hidden states, then one
+*outer* backward through the decoder. Inside a scope FSDP2 has nothing to do, so it rests:
 
-A chunked loss runs many such passes per microbatch: N *inner* backwards through the head alone,
-which stop at detached hidden states, then one *outer* backward through the decoder. Only one of
-them, or none, should be taken for the end. Three means do it, each by value and undone by value:
+1. On entry the units that own the module's parameters are gathered, and FSDP's own forward hooks
+   on them are replaced in place by hooks that only cast. No inner pass gets a pre-backward hook, so
+   none queues a callback: gradients accumulate on the unsharded parameters, in the reduce dtype.
+2. Before the last inner forward the scope issues the one all-gather that the unit's pre-backward
+   would have prefetched for the outer backward. It overlaps with the last chunk.
+3. On exit each group has one post-backward: it reduces if this scope owns the reduction (the table
+   in :func:`fsdp_partial_backwards`), and otherwise leaves the gradients pending for whoever does.
+   Where no outer backward follows, FSDP's final callback runs instead, and ends the iteration.
 
-1. ``all_states`` of the root context is narrowed to the head's own state, so that no inner pass
-   can see another group. Entry and exit cost the same for 10 groups and for 1000.
-2. The head's groups are told not to reduce and not to reshard, forward or backward, and the
-   iteration is told that this is not its last backward. Inner gradients thereby accumulate on the
-   unsharded parameters, in the reduce dtype, and the weights are gathered once.
-3. At the end of the scope the final callback runs once more, by hand, if and only if this scope
-   owns the head's reduction (the table in :func:`fsdp_partial_backwards`). Running it at the exit
-   and not in the last pass makes one reduction of several forwards that share one backward. It
-   orders itself after the current stream: run the inner backwards on the stream that leaves the
-   scope. After a partial grouped backward torch also makes that stream wait for the reduction, as
-   the next chunk's kernels were seen to reuse its memory on ROCm; here no chunk follows it.
-
-A grouped ``fully_shard([norm, lm_head])`` adds one gap: its post-forward runs when every member
-has run, which a loop over ``lm_head`` never reaches. :func:`complete_fsdp_grouped_forward` closes
-it, so that every inner pass is a whole forward with its own pre-backward hook, whatever the
-grouping and whether or not the input requires grad.
+A backward through another FSDP unit of the tree would start by asking the root whether its final
+callback is queued. Inside the scope that question raises: see :class:`_RefusesBackward`.
 
 [Note: Observed trees]
 What ``invocations`` knows of a tree, it is told: :func:`observe` replaces FSDP2's classes on the
@@ -53,6 +44,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 
 def unsupported_torch(what: str, part: str = "FSDP2") -> str:
@@ -66,6 +58,7 @@ def unsupported_torch(what: str, part: str = "FSDP2") -> str:
 
 try:
     from torch.distributed import _spmd_no_typecheck
+    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp._common_utils import collect_grad_tensors
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         DDPMeshInfo,
@@ -98,11 +91,15 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     FSDPState: (
         "_auto_reshard_after_forward",
         "_cast_forward_inputs",
+        "_cast_output_dtype",
         "_force_complete_incomplete_states",
         "_fsdp_param_groups",
         "_is_root",
+        "_modules",
         "_modules_to_run_forward",
         "_post_forward",
+        "_post_forward_hook_handle",
+        "_pre_forward_hook_handle",
         "_register_pre_backward_hook",
         "_reset_iter_state",
         "_root_post_backward_final_callback",
@@ -115,10 +112,10 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
     ),
     FSDPStateContext: (
         "all_states",
-        "is_last_backward",
         "iter_forward_root",
         "manual_backward_finalization",
         "manual_backward_finalization_active",
+        "post_backward_final_callback_queued",
     ),
     FSDPParamGroup: (
         "_all_gather_result",
@@ -129,6 +126,7 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "_post_forward_indices",
         "_record_post_forward",
         "_register_post_backward_hook",
+        "_set_unsharded_grad_dtypes",
         "_to_unsharded",
         "_training_state",
         "all_reduce_grads",
@@ -145,7 +143,13 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "use_training_state",
         "wait_for_unshard",
     ),
-    FSDPParam: ("_orig_size", "_unsharded_param", "mp_policy", "sharded_param"),
+    FSDPParam: (
+        "_module_info",
+        "_orig_size",
+        "_unsharded_param",
+        "mp_policy",
+        "sharded_param",
+    ),
 }
 
 
@@ -158,16 +162,14 @@ def missing_names(required: Mapping[Any, tuple[str, ...]]) -> list[str]:
     """The names in ``required`` that their class or module lacks, as ``Class.name``.
 
     An instance attribute counts as present when the class annotates it or assigns it in
-    ``__init__``.
+    ``__init__`` or ``init``.
     """
     missing = []
     for cls, names in required.items():
-        code = getattr(getattr(cls, "__init__", None), "__code__", None)
-        known = {
-            *dir(cls),
-            *cls.__dict__.get("__annotations__", ()),
-            *(code.co_names if code else ()),
-        }
+        known = {*dir(cls), *cls.__dict__.get("__annotations__", ())}
+        for method in ("__init__", "init"):  # FSDPState assigns in the latter
+            code = getattr(getattr(cls, method, None), "__code__", None)
+            known.update(code.co_names if code else ())
         missing += [f"{cls.__name__}.{name}" for name in names if name not in known]
     return missing
 
@@ -231,19 +233,140 @@ class PartialBackwardHooks:
         return output
 
 
-class _FSDPHooks(PartialBackwardHooks):
-    """The hooks of an FSDP module: complete each grouped forward, and check the protocol."""
+class _RefusesBackward:
+    """Stands for the root's "is a final callback queued?" while a scope is open.
+
+    FSDP's pre-backward asks that first, on every unit of the tree. The hooks of the scope's own
+    units rest, so only a backward that does not belong into the scope ever asks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(
+            f"a backward through other FSDP units was started inside the fsdp_partial_backwards "
+            f"scope of '{self._name}', whose gradients it would lose. An inner backward stops at "
+            "inputs that are detached; run the outer backward after the `with` block. Then call "
+            "reset_iteration(root) before the next step"
+        )
+
+
+class _RestingHooks:
+    """FSDP's own forward hooks on some units, out of use until :meth:`wake`.
+
+    Each is replaced in place by one that only casts, as the unit's mixed-precision policy says.
+    All other hooks keep their place, also those that are registered or removed meanwhile.
+    """
+
+    def __init__(self, states: list[FSDPState], module: nn.Module) -> None:
+        self._replaced: list[tuple[dict[int, Any], int, Any, Any]] = []
+        # On the module itself, where its unit's hooks are on a module that contains it.
+        self._added: list[RemovableHandle] = []
+        inside = set(module.modules())
+        for state in states:
+            for hooks, hook_id, is_pre in _forward_hooks(state):
+                resting = _casting_hook(state, is_pre=is_pre)
+                self._replaced.append((hooks, hook_id, hooks[hook_id], resting))
+                hooks[hook_id] = resting
+            if inside.isdisjoint(state._modules):
+                self._added += [
+                    module.register_forward_pre_hook(
+                        _casting_hook(state, is_pre=True), prepend=True, with_kwargs=True
+                    ),
+                    module.register_forward_hook(_casting_hook(state, is_pre=False)),
+                ]
+
+    def wake(self) -> None:
+        for hooks, hook_id, original, resting in self._replaced:
+            if hooks.get(hook_id) is resting:
+                hooks[hook_id] = original
+        for handle in self._added:
+            handle.remove()
+
+
+def _forward_hooks(state: FSDPState) -> Iterator[tuple[dict[int, Any], int, bool]]:
+    """Where FSDP's forward hooks of ``state`` are: (dict of hooks, id, whether before forward)."""
+    before_forward = [id(module._forward_pre_hooks) for module in state._modules]
+    # A grouped unit has one handle, for all of its hooks.
+    handles = [
+        handle
+        for parent in dict.fromkeys(
+            (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+        )
+        for handle in getattr(parent, "handles", (parent,))
+    ]
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            yield hooks, handle.id, id(hooks) in before_forward
+
+
+# One hook a state and kind, so that a compiled module meets the same one in every scope.
+_casting_hooks: weakref.WeakKeyDictionary[FSDPState, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _casting_hook(state: FSDPState, *, is_pre: bool) -> Any:
+    """The part of FSDP's hook before or after a forward that casts inputs or outputs."""
+    if state not in _casting_hooks:
+        this = weakref.proxy(state)  # a value must not keep its key
+
+        def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return this._cast_forward_inputs(args, kwargs)
+
+        def cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+            return this._cast_output_dtype(output)
+
+        _casting_hooks[state] = cast_inputs, cast_output
+    return _casting_hooks[state][not is_pre]
+
+
+class _Scope(PartialBackwardHooks):
+    """An open scope of an FSDP module; see [Note: Partial backwards and FSDP finalization]."""
 
     def __init__(
-        self, module: nn.Module, groups: list[FSDPParamGroup], name: str, *, run_backward: bool
+        self,
+        module: nn.Module,
+        states: list[FSDPState],
+        *,
+        run_backward: bool,
+        outer_backward_follows: bool,
+        reduction: Reduction,
     ) -> None:
-        self._module = module
-        self._name = name
+        self._name = _state_name(states[0])
+        self._states = states
+        self._groups = [group for state in states for group in state._fsdp_param_groups]
+        self._context = context = states[0]._state_ctx
         self._run_backward = run_backward
-        self.policies = [(group, GroupPolicy.capture(group)) for group in groups]
-        self._open = True
+        self._policies = [(group, GroupPolicy.capture(group)) for group in self._groups]
+        self._is_manually_finalized = _is_manually_finalized(context)
+        # Then its own end reduces what this scope leaves pending.
+        self._in_outer_backward = context.post_backward_final_callback_queued is True
+        # Where the root is inside of the module, what comes before it is not FSDP, or has
+        # another root.
+        modules = set(module.modules())
+        self._outer_backward_follows = outer_backward_follows and modules.isdisjoint(
+            context.all_states[0]._modules
+        )
+        # Decided by flags, not by gradients, so that every rank decides alike.
+        self._reduces = (
+            not self._in_outer_backward
+            and not self._is_manually_finalized
+            and (
+                not self._outer_backward_follows
+                or (
+                    reduction == "compatible"
+                    and all(policy.reduce_grads for _, policy in self._policies)
+                    and not _pending(self._groups)
+                )
+            )
+        )
+        self._is_open = False
         self._last_forward_announced = False
         self._last_forward_done = False
+        self._enter(module)
+
+    # The protocol #
 
     def before_last_forward(self) -> None:
         self._check_open("before_last_forward()")
@@ -253,30 +376,103 @@ class _FSDPHooks(PartialBackwardHooks):
                 f"'{self._name}'; call it once, right before the last inner forward"
             )
         self._last_forward_announced = True
-        if not self._run_backward:
-            # The last forward's own post-forward releases the weights as the caller's policy
-            # says, also to a smaller mesh.
-            for group, policy in self.policies:
-                group.post_forward_mesh_info = policy.post_forward_mesh_info
+        if self._run_backward and self._outer_backward_follows and not self._in_outer_backward:
+            self._prefetch_for_outer_backward()
 
     def after_forward(self, output: _Output) -> _Output:
         self._check_open("after_forward()")
         self._last_forward_done = self._last_forward_announced
-        output = complete_fsdp_grouped_forward(self._module, output)
-        if self._run_backward:
-            for tensor in output if isinstance(output, tuple) else (output,):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._check_backward_inside_scope)
+        if not self._run_backward:
+            return output
+        for group in self._groups:
+            _accumulate_in_place(group)
+            if (observer := group_observer(group)) is not None:
+                observer.begin_scope_backward()
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._check_backward_inside_scope)
         return output
 
+    def _check_open(self, what: str) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                f"{what} was called after the fsdp_partial_backwards scope of '{self._name}' was "
+                "left; call it inside the `with` block"
+            )
+
+    def _check_backward_inside_scope(self, grad: torch.Tensor) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                f"backward of an output of '{self._name}' after its fsdp_partial_backwards scope "
+                "was left, when its weights may be resharded; run each inner backward inside the "
+                "`with` block, or run that forward outside of it"
+            )
+
+    # Entry #
+
+    def _enter(self, module: nn.Module) -> None:
+        with record_function(f"lifecycle::unshard ({self._name})"), _spmd_no_typecheck():
+            for state in self._states:
+                cast(FSDPModule, state._modules[0]).unshard()
+        for group in self._groups:
+            if (observer := group_observer(group)) is not None:
+                observer.enter_scope()
+            group.pre_forward(module, (), {})  # nothing to gather: it restores types for spmd_types
+            group._training_state = TrainingState.IDLE
+        self._resting = _RestingHooks(self._states, module)
+        self._refusal = _RefusesBackward(self._name)
+        if self._context.post_backward_final_callback_queued is False:
+            cast(Any, self._context).post_backward_final_callback_queued = self._refusal
+        _states_in_scope.update(self._states)
+        self._is_open = True
+
+    def _prefetch_for_outer_backward(self) -> None:
+        """Issue what the units' pre-backward would have, a chunk before it is needed."""
+        targets = [s._modules[0] for s in reversed(self._states[0]._states_to_backward_prefetch)]
+        if not targets:
+            order = self._groups[0].comm_ctx.post_forward_order
+            # A unit that also ran in the decoder's forward, for its norm, is the last in the order.
+            # Its own pre-backward prefetches, in the outer backward.
+            targets = [g.modules[0] for g in order[-1:] if g not in self._groups]
+        for target in targets:
+            cast(FSDPModule, target).unshard(async_op=True)
+
+    # Exit #
+
+    def complete(self) -> None:
+        """End the scope where nothing has failed."""
+        self._check_complete()
+        self.close()
+        if not self._run_backward:
+            return
+        if self._reduces and not self._outer_backward_follows:
+            with record_function(f"lifecycle::finalize ({self._name})"):
+                self._context.manual_backward_finalization_active = False
+                self._states[0]._root_post_backward_final_callback()
+        else:
+            self._post_backward()
+
     def close(self) -> None:
-        self._open = False
-
-    def restore_policies(self) -> None:
-        for group, policy in self.policies:
+        """Give everything back, also after an exception."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._resting.wake()
+        if cast(Any, self._context).post_backward_final_callback_queued is self._refusal:
+            self._context.post_backward_final_callback_queued = False
+        _states_in_scope.difference_update(self._states)
+        for group, policy in self._policies:
             policy.restore(group)
+            if (observer := group_observer(group)) is not None:
+                observer.leave_scope()
+        if not self._run_backward:
+            with record_function(f"lifecycle::reshard ({self._name})"), _spmd_no_typecheck():
+                for group in self._groups:
+                    # A backward under way still reads the weights of a unit that it has begun.
+                    if group._training_state != TrainingState.PRE_BACKWARD:
+                        group.reshard()
 
-    def check_complete(self) -> None:
+    def _check_complete(self) -> None:
         if not self._last_forward_done:
             what = (
                 "before_last_forward() was called, but no forward followed it with after_forward()"
@@ -289,32 +485,28 @@ class _FSDPHooks(PartialBackwardHooks):
                 "forward's output through after_forward()"
             )
 
-    def _check_open(self, what: str) -> None:
-        if not self._open:
-            raise RuntimeError(
-                f"{what} was called after the fsdp_partial_backwards scope of '{self._name}' was "
-                "left; call it inside the `with` block"
-            )
-
-    def _check_backward_inside_scope(self, grad: torch.Tensor) -> None:
-        if not self._open:
-            raise RuntimeError(
-                f"backward of an output of '{self._name}' after its fsdp_partial_backwards scope "
-                "was left, when its weights may be resharded; run each inner backward inside the "
-                "`with` block, or run that forward outside of it"
-            )
+    def _post_backward(self) -> None:
+        """One post-backward a group: reduced here, or left pending for whoever owns it."""
+        with record_function(f"lifecycle::post_backward ({self._name})"):
+            for group, policy in reversed(self._policies):
+                backward_has_begun = group._training_state == TrainingState.PRE_BACKWARD
+                group.reduce_grads = policy.reduce_grads and self._reduces
+                # The schedule releases the weights under manual finalization, and a unit's own
+                # backward those of a unit that it has begun.
+                group.reshard_after_backward = policy.reshard_after_backward and not (
+                    self._is_manually_finalized or backward_has_begun
+                )
+                try:
+                    group.post_backward()
+                finally:
+                    policy.restore(group)
+                # Or the end of the outer backward would find this group's post-backward done.
+                group._training_state = (
+                    TrainingState.PRE_BACKWARD if backward_has_begun else TrainingState.IDLE
+                )
 
 
 _states_in_scope: weakref.WeakSet[FSDPState] = weakref.WeakSet()
-# The trees in which a scope is open, with all of their states.
-_trees_in_scope: weakref.WeakKeyDictionary[FSDPStateContext[FSDPState], list[FSDPState]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _is_in_scope(state: FSDPState) -> bool:
-    """Whether autograd passes through ``state``'s tree are inner passes now."""
-    return state._state_ctx in _trees_in_scope
 
 
 @contextmanager
@@ -329,12 +521,14 @@ def fsdp_partial_backwards(
 
     Flow:
 
-    1. On entry the group(s) of ``module`` are gathered, once.
+    1. On entry the group(s) that own ``module``'s parameters are gathered, once, and FSDP's hooks
+       on them rest: the group of ``module`` itself, of a module that contains it, or of the root.
     2. Each inner forward's output goes through ``hooks.after_forward``; each inner backward stops
        at detached inputs and touches no other group: weights prefetched for the outer backward
-       stay gathered, pending gradients stay pending, the prefetch order is kept.
-    3. On exit every policy, and the root's ``is_last_backward``, is what it was on entry, also
-       after an exception, and the group is reduced by whoever owns its reduction:
+       stay gathered, pending gradients stay pending, the prefetch order is kept. A use of the
+       weights that is not a forward of ``module`` counts as any other.
+    3. On exit every policy is what it was on entry, also after an exception, and the group is
+       reduced by whoever owns its reduction:
 
     ======================================================== ======================= ==========
     situation                                                reduced by              reductions
@@ -345,26 +539,32 @@ def fsdp_partial_backwards(
     sync on, earlier microbatches' gradients pending         the outer backward      1
     sync on, nothing pending, ``reduction="compatible"``     this scope, then outer  2
     sync on, nothing pending, ``reduction="coalesced"``      the outer backward      1
+    the outer backward is under way                          the outer backward      1
     ``run_backward=False``                                   nobody                  0
     ======================================================== ======================= ==========
 
-    Gathered weights are released by the caller's policy: after the last inner backward if
-    ``reshard_after_backward``, for an evaluation after its last forward if
-    ``reshard_after_forward``. Under manual finalization the schedule releases them.
+    Gathered weights are released at the exit if ``reshard_after_backward`` says so, and after an
+    evaluation always. Under manual finalization the schedule releases them.
+
+    The outer backward belongs after the ``with`` block. Started inside, it raises.
 
     Composition:
 
     - FSDP2: single-module groups, grouped ``fully_shard([norm, lm_head])``, tied
-      ``[tok_embeddings, norm, lm_head]``, several groups in one state (a mesh per parameter).
+      ``[tok_embeddings, norm, lm_head]``, a head that the root or another unit owns, several groups
+      in one state (a mesh per parameter). Other forward hooks of the module run as before.
     - HSDP: the replica all-reduce follows its own flag throughout. Partial sums that wait for it
       count as pending gradients.
     - ``replicate()``: as FSDP, with an all-reduce in place of the reduce-scatter.
+    - Mixed precision: inputs and outputs of ``module`` are cast as its unit's policy says, and
+      gradients accumulate in the reduce dtype.
     - Pipelines: see the first row; valid from the first microbatch on.
     - Evaluation: ``run_backward=False``; no marker is left for the next forward.
+    - Lifecycle callbacks see a scope as one invocation of its unit.
 
     Args:
-        module: The module that runs several times, for example ``lm_head``. If it is not an
-            ``FSDPModule`` nothing is done and the hooks do nothing.
+        module: The module that runs several times, for example ``lm_head``. If FSDP owns none of
+            its parameters, nothing is done and the hooks do nothing.
         run_backward: Whether inner backwards run. ``False`` for an evaluation.
         outer_backward_follows: Whether another backward through the root comes after the scope
             and owns finalization. ``False`` when all that feeds ``module`` is frozen.
@@ -374,101 +574,122 @@ def fsdp_partial_backwards(
     Raises:
         ValueError: ``reduction`` is neither of the two.
         RuntimeError: No forward has run through the FSDP root yet; a scope on this module's group
-            is already open; under manual finalization only HSDP's all-reduce is deferred;
-            ``before_last_forward()`` was called twice or, on a normal exit, never; a backward of
-            an inner output after the exit.
+            is already open; the group's forward is under way, or an earlier step failed and was not
+            reset; under manual finalization only HSDP's all-reduce is deferred;
+            ``before_last_forward()`` was called twice or, on a normal exit, never; the outer
+            backward was started inside; a backward of an inner output after the exit.
     """
     if reduction not in get_args(Reduction):
         raise ValueError(
             f"reduction must be one of {', '.join(map(repr, get_args(Reduction)))}, "
             f"got {reduction!r}"
         )
-    if not isinstance(module, FSDPModule):
-        _check_no_fsdp_inside(module)
+    states = _owning_states(module)
+    if not states:
         yield PartialBackwardHooks()
         return
+    _initialize(module, states)
+    _check_can_enter(states, run_backward=run_backward)
+    scope = _Scope(
+        module,
+        states,
+        run_backward=run_backward,
+        outer_backward_follows=outer_backward_follows,
+        reduction=reduction,
+    )
+    try:
+        yield scope
+        scope.complete()
+    finally:
+        scope.close()
 
-    state = module._get_fsdp_state()
-    name = _name(module)
-    if state._is_root is None:
+
+# The states that own each module's parameters. They are found by looking at every FSDP unit there
+# is, and do not change once the root is initialized.
+_found_states: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[FSDPState]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _owning_states(module: nn.Module) -> list[FSDPState]:
+    """The FSDP states of ``module`` and in it, and those that own parameters of it."""
+    if (found := _found_states.get(module)) is not None:
+        return [state for ref in found if (state := ref()) is not None]
+    inside = set(module.modules())
+    states = dict.fromkeys(m._get_fsdp_state() for m in _fsdp_modules([module]))
+    for other in _all_states():
+        if any(
+            not inside.isdisjoint([info.module, *info.shared_modules])
+            for group in other._fsdp_param_groups
+            for info in (param._module_info for param in group.fsdp_params)
+        ):
+            states[other] = None
+    if all(state._is_root is not None for state in states):
+        _found_states[module] = [weakref.ref(state) for state in states]
+    return list(states)
+
+
+def _all_states() -> list[FSDPState]:
+    """Every FSDP state of this process, in the order in which they were made."""
+    states = dict.fromkeys(ref() for ref in [*_module_state_mapping.values()])
+    return [state for state in states if isinstance(state, FSDPState)]
+
+
+def _initialize(module: nn.Module, states: list[FSDPState]) -> None:
+    """Initialize FSDP as the root's first forward would, where ``module`` is its own root."""
+    if all(state._is_root is not None for state in states):
+        return
+    inside = set(module.modules())
+    outside = [m for state in _all_states() for m in state._modules if m not in inside]
+    if isinstance(module, FSDPModule) and not any(
+        module is m for other in outside for m in other.modules()
+    ):
+        root = module._get_fsdp_state()
+        root._root_pre_forward(module, (), {})
+        root._state_ctx.iter_forward_root = None
+        return
+    raise RuntimeError(
+        f"fsdp_partial_backwards on '{_state_name(states[0])}' before any forward of its FSDP "
+        "root: the root's first forward initializes FSDP; run the model before the scope"
+    )
+
+
+def _check_can_enter(states: list[FSDPState], *, run_backward: bool) -> None:
+    name = _state_name(states[0])
+    context = states[0]._state_ctx
+    if any(state._state_ctx is not context for state in states):
         raise RuntimeError(
-            f"fsdp_partial_backwards on '{name}' before any forward of its FSDP root: the root's "
-            "first forward initializes FSDP; run the model before the scope"
+            f"fsdp_partial_backwards on a module whose parameters belong to several FSDP roots, "
+            f"'{name}' among them: open a scope on each root's part"
         )
-    if state in _states_in_scope:
+    if any(state in _states_in_scope for state in states):
         raise RuntimeError(
             f"nested fsdp_partial_backwards scopes on the FSDP group of '{name}': leave the outer "
             "scope first, or run all passes in it"
         )
-
-    if state._modules_to_run_forward:
+    if any(s._modules_to_run_forward or s._training_state == TrainingState.FORWARD for s in states):
         raise RuntimeError(
             f"fsdp_partial_backwards on '{name}' while the forward of its FSDP group is under way: "
-            "call the loss after the model's forward has returned, not inside of it"
+            "call the loss after the model's forward has returned, not inside of it. If an earlier "
+            "step failed in its forward, call reset_iteration(root) before the next one"
         )
-    context = state._state_ctx
-    units = _units(module)
-    groups = [group for unit in units for group in _groups(unit)]
+    if context.post_backward_final_callback_queued is True and not is_bw():
+        raise RuntimeError(
+            f"fsdp_partial_backwards on '{name}' after a backward that failed before its end; call "
+            "reset_iteration(root) before the next step"
+        )
     if run_backward and _is_manually_finalized(context):
+        groups = [group for state in states for group in state._fsdp_param_groups]
         _check_no_partial_reduction(groups, name)
 
-    # See [Note: Partial backwards and FSDP finalization].
-    all_states, is_last_backward = context.all_states, context.is_last_backward
-    latched_mode = context.manual_backward_finalization_active
-    # A head that is its own root: what comes before it is not FSDP, or has another root.
-    outer_backward_follows = outer_backward_follows and not state._is_root
-    hooks = _FSDPHooks(module, groups, name, run_backward=run_backward)
-    # Decided on entry: the inner passes leave pending gradients of their own. Flags, not tensors,
-    # so that every rank decides alike.
-    reduces_here = not outer_backward_follows or (
-        reduction == "compatible"
-        and all(policy.reduce_grads for _, policy in hooks.policies)
-        and not _pending(groups)
-    )
-    outermost = context not in _trees_in_scope
-    try:
-        _states_in_scope.add(state)
-        if outermost:
-            _trees_in_scope[context] = all_states
-        # Before the policy changes: a group resharded to a smaller mesh is gathered over that one.
-        with record_function(f"lifecycle::unshard ({name})"), _spmd_no_typecheck():
-            for unit in units:
-                unit.unshard()
-        context.all_states = [unit._get_fsdp_state() for unit in units]
-        module.set_is_last_backward(False)
-        for group, _ in hooks.policies:
-            group.reduce_grads = False
-            group.reshard_after_backward = False
-            group.post_forward_mesh_info = None
-        yield hooks
-        hooks.check_complete()
-        hooks.restore_policies()
-        if not run_backward or _is_manually_finalized(context):
-            pass  # an evaluation's last forward, or the schedule, releases the weights
-        elif reduces_here and context.manual_backward_finalization_active is not None:
-            if not outer_backward_follows:
-                # The end of the backward, not of one more inner pass.
-                _trees_in_scope.pop(context, None)
-                context.all_states = all_states
-                module.set_is_last_backward(is_last_backward)
-            with record_function(f"lifecycle::finalize ({name})"):
-                state._root_post_backward_final_callback()
-        elif any(policy.reshard_after_backward for _, policy in hooks.policies):
-            with record_function(f"lifecycle::reshard ({name})"), _spmd_no_typecheck():
-                for unit in units:
-                    unit.reshard()
-    finally:
-        hooks.close()
-        hooks.restore_policies()
-        context.all_states = all_states
-        module.set_is_last_backward(is_last_backward)
-        if outer_backward_follows:
-            # The first backward of an iteration latches the mode of finalization. That is the
-            # outer one: between here and there a pipeline stage may still choose its mode.
-            context.manual_backward_finalization_active = latched_mode
-        _states_in_scope.discard(state)
-        if outermost:
-            _trees_in_scope.pop(context, None)
+
+def _accumulate_in_place(group: FSDPParamGroup) -> None:
+    """Let the next backward add to wider gradients in place, without a cast of each contribution.
+
+    The first backward creates them in the reduce dtype. FSDP's post-backward undoes this.
+    """
+    if all(parameter.grad is not None for parameter in trainable_parameters(group)):
+        group._set_unsharded_grad_dtypes(defer_upcast=True)
 
 
 def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output:
@@ -493,7 +714,7 @@ def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output
     if not state._modules_to_run_forward:
         return output
     state._modules_to_run_forward.clear()
-    with record_function(f"lifecycle::complete_grouped_forward ({_name(module)})"):
+    with record_function(f"lifecycle::complete_grouped_forward ({_state_name(state)})"):
         completed: _Output = state._post_forward(module, (), output)
     return completed
 
@@ -675,6 +896,18 @@ class GroupObserver(ABC):
         """The forward has ended with these outputs that require grad."""
 
     @abstractmethod
+    def enter_scope(self) -> None:
+        """A partial-backwards scope on the group has gathered its weights."""
+
+    @abstractmethod
+    def begin_scope_backward(self) -> None:
+        """An inner backward of the scope may begin."""
+
+    @abstractmethod
+    def leave_scope(self) -> None:
+        """No inner backward follows."""
+
+    @abstractmethod
     def begin_post_backward(self, *, reduces: bool) -> bool:
         """A post-backward begins; returns whether it is to put off its reduction."""
 
@@ -718,10 +951,6 @@ class TreeObserver(ABC):
         """The backward has ended."""
 
     @abstractmethod
-    def end_pass(self) -> None:
-        """An inner pass of a partial-backwards scope has ended, and no backward."""
-
-    @abstractmethod
     def finalized(self) -> None:
         """The caller has finalized the step."""
 
@@ -752,11 +981,6 @@ def tree_observer_of(group: FSDPParamGroup) -> TreeObserver:
 def group_observer(group: FSDPParamGroup | None) -> GroupObserver | None:
     """The observer of ``group``, unless it is gone or no longer observed."""
     return group.observer if isinstance(group, _ObservedGroup) else None
-
-
-def is_group_in_scope(group: FSDPParamGroup) -> bool:
-    """Whether a partial-backwards scope is open in the tree of an observed group."""
-    return _is_in_scope(cast(_ObservedGroup, group).state)
 
 
 def is_group_manually_finalized(group: FSDPParamGroup) -> bool:
@@ -862,10 +1086,6 @@ class _ObservedState(_RecomputingState):
 
     def _root_post_backward_final_callback(self) -> None:
         observer = _observer_of(self)
-        if _is_in_scope(self):
-            super()._root_post_backward_final_callback()
-            observer.end_pass()
-            return
         observer.begin_end()
         super()._root_post_backward_final_callback()
         observer.end()
@@ -995,9 +1215,8 @@ def _observer_of(state: FSDPState) -> TreeObserver:
     context: Any = state._state_ctx
     if not isinstance(context, _ObservedContext):
         kind = cast(_ObservedState, state).kind
-        # All of them, also while a scope has narrowed the context's; before the root's first
-        # forward there are none.
-        states = _trees_in_scope.get(context, context.all_states) or [state]
+        # Before the root's first forward there are none.
+        states = context.all_states or [state]
         observer = kind([o for s in states for o in _observers(_observed(s, kind))])
         unobserved = type(context)
         context.__class__ = _subclass(_ObservedContext, unobserved)
@@ -1011,7 +1230,7 @@ def _unobserve_if_unused(state: FSDPState) -> bool:
     context: Any = state._state_ctx
     if not isinstance(context, _ObservedContext) or context.observer.expects_backward:
         return False
-    states = _trees_in_scope.get(context, context.all_states) or [state]
+    states = context.all_states or [state]
     if any(observer.is_in_use for s in states for observer in _observers(s)):
         return False
     for observed in states:
@@ -1111,10 +1330,10 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return module._get_fsdp_state()._fsdp_param_groups
 
 
-def _name(module: FSDPModule) -> str:
-    """The FQNs of the modules of ``module``'s group, known after the root's first forward."""
-    fqns = [group._module_fqn for group in _groups(module) if group._module_fqn]
-    return fqns[0] if fqns else type(module).__name__.removeprefix("FSDP")
+def _state_name(state: FSDPState) -> str:
+    """The FQNs of the modules of ``state``'s group, known after the root's first forward."""
+    fqns = [group._module_fqn for group in state._fsdp_param_groups if group._module_fqn]
+    return fqns[0] if fqns else type(state._modules[0]).__name__.removeprefix("FSDP")
 
 
 def _is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:
@@ -1141,24 +1360,6 @@ def _check_no_partial_reduction(groups: list[FSDPParamGroup], name: str) -> None
             "set_requires_all_reduce(True), and defer both over several schedule steps with "
             "finalize_gradients=False"
         )
-
-
-def _check_no_fsdp_inside(module: nn.Module) -> None:
-    for fqn, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            raise TypeError(
-                f"fsdp_partial_backwards on a {type(module).__name__} that is not FSDP but wraps "
-                f"one, '{fqn}': pass that module, or apply fully_shard to the wrapper"
-            )
-
-
-def _units(module: FSDPModule) -> list[FSDPModule]:
-    """The FSDP modules in ``module``, itself first, one for each state."""
-    units: dict[FSDPState, FSDPModule] = {}
-    for child in cast(nn.Module, module).modules():
-        if isinstance(child, FSDPModule):
-            units.setdefault(child._get_fsdp_state(), child)
-    return list(units.values())
 
 
 def _pending(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:

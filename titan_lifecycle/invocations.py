@@ -57,7 +57,6 @@ from titan_lifecycle.fsdp_lifecycle import (
     TreeObserver,
     group_fqn,
     group_observer,
-    is_group_in_scope,
     is_group_manually_finalized,
     leave_prefetch_order,
     missing_names,
@@ -146,6 +145,9 @@ class _GroupRecord(GroupObserver):
     pending: list[_Invocation] = field(default_factory=list)
     accumulated: set[int] = field(default_factory=set)
     is_ready: bool = False
+    # While a scope is open, and the invocation as which it counts.
+    is_in_scope: bool = False
+    scoped: _Invocation | None = None
     gradient_hooks: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -213,6 +215,27 @@ class _GroupRecord(GroupObserver):
             tensor.register_hook(partial(_begin, invocation))
         if not outputs and invocation.has_graph and not invocation.begun:
             self.tracker.takes_no_part(invocation)
+
+    def enter_scope(self) -> None:
+        self.is_in_scope = True
+
+    def begin_scope_backward(self) -> None:
+        if self.scoped is None:
+            self.scoped, self.in_forward = self.in_forward, None
+        if self.scoped is not None and not self.scoped.begun:
+            self.scoped.begun = True
+            self.call("pre_backward", self.scoped.index)
+
+    def leave_scope(self) -> None:
+        invocation = self.scoped or self.in_forward
+        self.scoped = self.in_forward = None
+        self.is_in_scope = False
+        # The outer backward may contribute to the same parameters, as to a tied embedding.
+        self.accumulated.clear()
+        if invocation is not None:
+            if invocation.begun:
+                self.tracker.complete(invocation)
+            self.tracker.drop(invocation)
 
     def begin_post_backward(self, *, reduces: bool) -> bool:
         # None: FSDP settles what no node of the graph has settled, or it was not matched.
@@ -378,7 +401,7 @@ class _Tracker(TreeObserver):
 
     def takes_no_part(self, invocation: _Invocation) -> None:
         """Nothing that requires grad came out of it: no backward reaches it, and no prefetch."""
-        self._drop(invocation)
+        self.drop(invocation)
         leave_prefetch_order(invocation.record.group, invocation.post_forward_index)
 
     # The backward #
@@ -410,7 +433,7 @@ class _Tracker(TreeObserver):
 
     def check_ready(self, record: _GroupRecord) -> None:
         """Call ``grads_ready`` if no contribution of this backward is missing."""
-        if record.is_ready or self.is_split or is_group_in_scope(record.group):
+        if record.is_ready or self.is_split or record.is_in_scope:
             return
         if not record.accumulated.issuperset(map(id, trainable_parameters(record.group))):
             return
@@ -432,17 +455,6 @@ class _Tracker(TreeObserver):
             if record.holds_gradients:
                 record.holds_gradients = False
                 repeat_post_backward(record.group)
-
-    def end_pass(self) -> None:
-        """An inner pass of a partial-backwards scope has ended, and no backward."""
-        self.is_split = None
-        for record in self.records:
-            # The outer backward may contribute to the same parameters, as to a tied embedding.
-            record.accumulated.clear()
-        for forward in self.in_backward & self.pending.keys():
-            for invocation in self.pending[forward]:
-                if invocation.begun:
-                    self.complete(invocation)
 
     def end(self) -> None:
         """The backward has ended, except for weight gradients that are computed later."""
@@ -481,7 +493,7 @@ class _Tracker(TreeObserver):
         self.is_split = None
         return taken
 
-    def _drop(self, invocation: _Invocation) -> None:
+    def drop(self, invocation: _Invocation) -> None:
         forward = self.pending.get(invocation.forward, [])
         if invocation in forward:
             forward.remove(invocation)
@@ -504,6 +516,7 @@ class _Tracker(TreeObserver):
         for record in self.records:
             record.in_forward = record.beginning = record.completing = None
             record.holds_weights = record.holds_gradients = record.is_ready = False
+            record.is_in_scope, record.scoped = False, None
             # Every rank resets, and each may have failed elsewhere: none may expect anything.
             record.num_invocations = record.last_num_invocations = 0
             record.accumulated.clear()
@@ -528,11 +541,11 @@ def register_lifecycle_callbacks(
 
     Neither order of the last two is promised, for one group or between groups. The weights may be
     gone at ``post_backward`` where FSDP's policy releases them; gradients live on until they are
-    reduced. The inner passes of an ``fsdp_partial_backwards`` scope are invocations each; the
-    backward that ends is the outer one, or the scope's last where none follows. Groups of one state
-    (a mesh per parameter) share an FQN, and call each for itself. Under a schedule
-    that splits backwards, see ``pipeline.observe_split_backwards``. An exception in a callback
-    ends the backward; ``reset_iteration`` recovers from it.
+    reduced. An ``fsdp_partial_backwards`` scope is one invocation, however many its inner passes;
+    the backward that ends is the outer one, or the scope itself where none follows. Groups of one
+    state (a mesh per parameter) share an FQN, and call each for itself. Under a schedule that splits
+    backwards, see ``pipeline.observe_split_backwards``. An exception in a callback ends the
+    backward; ``reset_iteration`` recovers from it.
 
     Args:
         module: An FSDP root, or a unit; before the first forward or after it.
