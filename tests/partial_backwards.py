@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -21,6 +23,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     subtest,
 )
+from torch.utils.checkpoint import checkpoint
 
 from tests import scenarios as s
 from tests.scenarios import Case
@@ -86,6 +89,18 @@ def expected_all_gathers(case: Case, microbatch: int) -> int:
     backward = 2 + (not separate) + (not tied)
     stale = case.accumulation != "plain" and microbatch == 1 and not tied
     return forward + backward + stale
+
+
+class Ends(nn.Module):
+    """Norm and head in one unit whose forward is the norm's."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.lm_head = lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (s.DIM,), self.weight)
 
 
 class TestPartialBackwards:
@@ -341,7 +356,8 @@ class TestPartialBackwards:
         reset_iteration(model)
         model.zero_grad()
 
-    def test_a_head_that_is_its_own_root(self) -> None:
+    @parametrize("initialized", [False, True])
+    def test_a_head_that_is_its_own_root(self, initialized) -> None:
         """The decoder is not FSDP: no outer backward comes through the head's root."""
         for accumulation in ("plain", "deferred"):
             for reduction in ("compatible", "coalesced"):
@@ -352,8 +368,9 @@ class TestPartialBackwards:
                 head.set_force_sum_reduction_for_comms(True)
                 loss_fn = s.make_loss(case)
                 loss_fn.set_lm_head(head)
-                head(torch.zeros(1, 1, s.DIM, device=self.device)).sum().backward()
-                head.zero_grad()
+                if initialized:
+                    head(torch.zeros(1, 1, s.DIM, device=self.device)).sum().backward()
+                    head.zero_grad()
                 batches = s.make_batches(NUM_MICROBATCHES, self.world_size)
                 tokens = s.num_valid(batches).to(self.device)
                 for i, row in enumerate(batches):
@@ -782,6 +799,354 @@ class TestPartialBackwards:
         )
         self.assert_same(s.gradients(model), expected)
 
+    # --- who owns the head's parameters --------------------------------------------------------
+
+    def build_owned(self, owner: str, freeze: str, **kwargs):
+        """A head that is no FSDP unit: the root owns it, with norm and embedding, or a wrapper."""
+        model = s.make_model(Case(freeze=freeze), device=self.device)
+        kwargs["mesh"] = s.make_mesh("fsdp", self.device.type)
+        if owner == "wrapper":
+            model.norm = Ends(model.norm, model.lm_head)
+            model.lm_head = None
+            fully_shard(model.norm, reshard_after_forward=False, **kwargs)
+        if owner != "one unit":
+            for layer in model.layers.values():
+                fully_shard(layer, **kwargs)
+        fully_shard(model, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    @parametrize("owner", ["root", "wrapper", "one unit"])
+    @parametrize("freeze", ["none", "decoder"])
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("reduction", ["compatible", "coalesced"])
+    def test_a_head_that_another_unit_owns(self, owner, freeze, accumulation, reduction) -> None:
+        case = Case(freeze=freeze, accumulation=accumulation, reduction=reduction)
+        model = self.build_owned(owner, freeze)
+        loss_fn = s.make_loss(case)
+        head = model.norm.lm_head if owner == "wrapper" else model.lm_head
+        loss_fn.set_lm_head(head)
+        reference = s.make_model(case, device=self.device)
+        optimizers = [torch.optim.SGD([*m.parameters()], lr=0.5) for m in (model, reference)]
+        losses = []
+        for seed in range(4):
+            result, batches = self.step(model, loss_fn, case, seed)
+            expected_loss, expected = s.reference_step(
+                reference, [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches]
+            )
+            losses.append(s.sum_over_ranks(result.loss))
+            torch.testing.assert_close(losses[-1], expected_loss)
+            gradients = {n.removeprefix("norm."): g for n, g in s.gradients(model).items()}
+            expected = {n.removeprefix("norm."): g for n, g in expected.items()}
+            self.assert_same(gradients, expected)
+            self.assert_clean(model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        # Blocks, and the unit of the head; of the wrapper, the root's embedding beside it.
+        decoder = 0 if freeze == "decoder" else {"root": 2, "wrapper": 3, "one unit": 0}[owner]
+        twice = freeze == "none" and accumulation == "plain" and reduction == "compatible"
+        steps = 1 if accumulation == "deferred" else NUM_MICROBATCHES
+        self.assertEqual(result.total["reduce_scatter"], (decoder + 1 + twice) * steps)
+
+    @parametrize("owner", ["root", "wrapper"])
+    def test_mixed_precision_of_a_head_that_another_unit_owns(self, owner) -> None:
+        """The unit casts what goes into the head and what comes out of it, as for its forward."""
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+        model = self.build_owned(owner, "none", mp_policy=policy)
+        loss_fn = s.make_loss(Case())
+        head = model.norm.lm_head if owner == "wrapper" else model.lm_head
+        loss_fn.set_lm_head(head)
+        seen = []
+        inner = loss_fn.loss_fn
+        loss_fn.loss_fn = lambda logits, *rest: seen.append(logits.dtype) or inner(logits, *rest)
+        result, batches = self.step(model, loss_fn, Case(), 0)
+        self.assertEqual(set(seen), {torch.float32})
+        expected_loss, _ = s.reference_step(s.make_model(Case()), batches)
+        torch.testing.assert_close(
+            s.sum_over_ranks(result.loss).cpu(), expected_loss, rtol=0.02, atol=0.02
+        )
+        self.assertEqual(len(head._forward_pre_hooks), 0)
+        self.assertEqual(len(head._forward_hooks), 0)
+
+    def test_a_wrapper_around_the_head(self) -> None:
+        """What is not FSDP and holds a unit is scoped as the unit."""
+        case = Case(accumulation="deferred")
+        model, loss_fn = self.build(case)
+        loss_fn.set_lm_head(nn.Sequential(model.lm_head))
+        result, batches = self.step(model, loss_fn, case, 0)
+        _, expected = s.reference_step(
+            s.make_model(case, device=self.device),
+            [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches],
+        )
+        self.assert_same(s.gradients(model), expected)
+        self.assertEqual(result.total["reduce_scatter"], 4)
+        self.assert_clean(model)
+
+    # --- hooks at rest -------------------------------------------------------------------------
+
+    @parametrize("mesh", ["fsdp", "hsdp"])
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("grouping", ["grouped", "separate"])
+    def test_a_product_by_hand(self, mesh, accumulation, grouping) -> None:
+        """A use of the weights that is not a forward of the module."""
+        case = Case(mesh, grouping, "decoder", accumulation)
+        model, _ = self.build(case)
+        reference = s.make_model(case, device=self.device)
+        batches = s.make_batches(NUM_MICROBATCHES, self.world_size)
+        weight = model.lm_head
+        with s.Collectives() as collectives:
+            for i, row in enumerate(batches):
+                s.set_accumulation(model, case, is_last=i == NUM_MICROBATCHES - 1)
+                hidden = model(row[self.rank][0].to(self.device))
+                with fsdp_partial_backwards(weight, outer_backward_follows=False) as hooks:
+                    for j, chunk in enumerate(hidden.split(2, dim=1)):
+                        if j == 3:
+                            hooks.before_last_forward()
+                        logits = hooks.after_forward(chunk @ model.lm_head.weight.T)
+                        logits.square().sum().backward()
+        for row in batches:
+            for inputs, _ in row:
+                reference.lm_head(reference(inputs.to(self.device))).square().sum().backward()
+        self.assert_same(s.gradients(model), s.gradients(reference))
+        steps = 1 if accumulation == "deferred" else NUM_MICROBATCHES
+        self.assertEqual(collectives.counts["reduce_scatter"], steps)
+        self.assertEqual(collectives.counts["all_reduce"], steps if mesh == "hsdp" else 0)
+        self.assert_clean(model)
+
+    @parametrize("fail", [False, True])
+    @parametrize("grouping", ["grouped", "separate"])
+    def test_hooks_of_others_run_and_keep_their_place(self, fail, grouping) -> None:
+        model, _ = self.build(Case(grouping=grouping))
+        hidden = model(s.make_batches(1, self.world_size)[0][self.rank][0].to(self.device))
+        reset_iteration(model)
+        head, calls = model.lm_head, []
+        before = head.register_forward_pre_hook(lambda *_: calls.append("before"))
+        after = head.register_forward_hook(lambda *_: calls.append("after"))
+        hooks_before = [*head._forward_pre_hooks.items()], [*head._forward_hooks.items()]
+        try:
+            with fsdp_partial_backwards(head) as hooks:
+                head(hidden.detach())
+                self.assertEqual(calls, ["before", "after"])
+                before.remove()
+                late = head.register_forward_pre_hook(lambda *_: calls.append("late"))
+                hooks.before_last_forward()
+                hooks.after_forward(head(hidden.detach())).sum().backward()
+                self.assertEqual(calls[2:], ["late", "after"])
+                if fail:
+                    raise s.ChunkFailure
+        except s.ChunkFailure:
+            reset_iteration(model)
+        ours = {late.id}
+        kept = [(i, h) for i, h in hooks_before[0] if i != before.id]
+        self.assertEqual([x for x in head._forward_pre_hooks.items() if x[0] not in ours], kept)
+        self.assertIn(late.id, head._forward_pre_hooks)
+        self.assertEqual([*head._forward_hooks.items()], hooks_before[1])
+        after.remove()
+        reset_iteration(model)
+
+    def test_a_compiled_head(self) -> None:
+        """FSDP's hooks and ours are around the compiled forward, which is compiled once."""
+        case = Case(accumulation="deferred")
+        model, loss_fn = self.build(case)
+        num_compilations = 0
+
+        def backend(graph, inputs):
+            nonlocal num_compilations
+            num_compilations += 1
+            return graph.forward
+
+        model.lm_head.compile(backend=backend, dynamic=False)
+        reference = s.make_model(case, device=self.device)
+        for seed in range(2):
+            _, batches = self.step(model, loss_fn, case, seed)
+            _, expected = s.reference_step(
+                reference, [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches]
+            )
+            self.assert_same(s.gradients(model), expected)
+            self.assert_clean(model)
+            model.zero_grad()
+        self.assertLessEqual(num_compilations, 1)
+
+    @parametrize("checkpointing", ["reentrant", "non-reentrant"])
+    def test_a_head_that_is_recomputed(self, checkpointing) -> None:
+        case = Case(accumulation="deferred")
+        model, loss_fn = self.build(case)
+        forward = model.lm_head.forward
+        model.lm_head.forward = lambda x: checkpoint(
+            forward, x, use_reentrant=checkpointing == "reentrant"
+        )
+        self.compare(case, model, loss_fn, s.make_model(case, device=self.device))
+
+    @parametrize("grouping", ["grouped", "separate"])
+    @parametrize("accumulation", ["plain", "deferred"])
+    def test_another_thread_runs_the_inner_backwards(self, grouping, accumulation) -> None:
+        case = Case(grouping=grouping, accumulation=accumulation)
+        results = []
+        with ThreadPoolExecutor(1) as thread:
+            for other in (False, True):
+                model, loss_fn = self.build(case)
+                backward = torch.Tensor.backward
+
+                calls = itertools.cycle([*[other] * s.NUM_CHUNKS, False])  # the last is the outer
+
+                def either(tensor, *args, backward=backward, calls=calls):
+                    if next(calls):
+                        return thread.submit(backward, tensor, *args).result()
+                    return backward(tensor, *args)
+
+                with mock.patch.object(torch.Tensor, "backward", either):
+                    result, _ = self.step(model, loss_fn, case, 0)
+                self.assert_clean(model)
+                results.append((result.counts, s.gradients(model)))
+        self.assertEqual(results[0][0], results[1][0])
+        self.assert_same(results[1][1], results[0][1], exact=True)
+
+    @parametrize("grouping", ["grouped", "separate"])
+    @parametrize("accumulation", ["plain", "deferred"])
+    @parametrize("moment", ["before", "after"])
+    def test_a_scope_inside_the_outer_backward(self, grouping, accumulation, moment) -> None:
+        """A loss that is computed within a backward of the same root: nothing is lost."""
+        case = Case(grouping=grouping, accumulation=accumulation)
+        model, _ = self.build(case)
+        reference = s.make_model(case, device=self.device)
+        batches = s.make_batches(NUM_MICROBATCHES, self.world_size)
+
+        def loss_inside(net, x):
+            """The head's loss of the hidden states, whose gradient runs on into the decoder."""
+
+            class Loss(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, hidden):
+                    ctx.hidden = hidden.detach()
+                    return hidden.sum() * 1.0
+
+                @staticmethod
+                def backward(ctx, grad):
+                    total = []
+                    with torch.enable_grad():
+                        chunks = [c.requires_grad_() for c in ctx.hidden.split(2, dim=1)]
+                        with fsdp_partial_backwards(net.lm_head) as hooks:
+                            for i, chunk in enumerate(chunks):
+                                leaf = chunk.detach().requires_grad_()
+                                if i == len(chunks) - 1:
+                                    hooks.before_last_forward()
+                                hooks.after_forward(net.lm_head(leaf)).square().sum().backward()
+                                total.append(leaf.grad)
+                    return torch.cat(total, dim=1) * grad
+
+            hidden = net(x)
+            # After: a pre-backward of the root's has run, and the end of the backward is queued.
+            return Loss.apply(hidden * 1.0 if moment == "after" else hidden)
+
+        for i, row in enumerate(batches):
+            s.set_accumulation(model, case, is_last=i == NUM_MICROBATCHES - 1)
+            x = row[self.rank][0].to(self.device)
+            loss = loss_inside(model, x)
+            if moment == "after":
+                # The norm's unit has another output in this loss, whose backward comes first.
+                loss = loss + 0.0 * model(x).sum()
+            loss.backward()
+            for inputs, _ in row:
+                hidden = reference(inputs.to(self.device))
+                reference.lm_head(hidden).square().sum().backward()
+        self.assert_same(s.gradients(model), s.gradients(reference))
+        self.assert_clean(model)
+
+    # --- the outer backward, and what a failure leaves -----------------------------------------
+
+    @parametrize("grouping", ["grouped", "separate", "tied", "root"])
+    def test_the_outer_backward_inside_the_scope_is_refused(self, grouping) -> None:
+        case = Case(grouping="grouped" if grouping == "root" else grouping)
+        if grouping == "root":
+            model = self.build_owned("root", "none")
+            loss_fn = s.make_loss(case)
+            loss_fn.set_lm_head(model.lm_head)
+        else:
+            model, loss_fn = self.build(case)
+        self.step(model, loss_fn, case, 0)
+        model.zero_grad()
+        x = s.make_batches(1, self.world_size)[0][self.rank][0].to(self.device)
+        hidden = model(x)
+        name = model.lm_head.__class__.__name__ if grouping == "root" else "lm_head"
+        with (
+            self.assertRaisesRegex(
+                RuntimeError,
+                rf"inside the fsdp_partial_backwards .*{name}"
+                if grouping != "root"
+                else "inside the fsdp_partial_backwards",
+            ),
+            s.Collectives() as collectives,
+            fsdp_partial_backwards(model.lm_head) as hooks,
+        ):
+            leaf = hidden.detach().requires_grad_()
+            hooks.before_last_forward()
+            hooks.after_forward(model.lm_head(leaf)).sum().backward()
+            hidden.backward(leaf.grad)
+        self.assertEqual(collectives.counts["reduce_scatter"], 0)
+        reset_iteration(model)
+        self.assert_clean(model)
+        _, batches = self.step(model, loss_fn, case, 0)
+        _, expected = s.reference_step(
+            s.make_model(case, device=self.device),
+            [[(a.to(self.device), b.to(self.device)) for a, b in r] for r in batches],
+        )
+        self.assert_same(s.gradients(model), expected)
+
+    def test_a_failed_step_that_was_not_reset_is_named(self) -> None:
+        model, loss_fn = self.build(Case())
+        self.step(model, loss_fn, Case(), 0)
+        model.zero_grad()
+        x = s.make_batches(1, self.world_size)[0][self.rank][0].to(self.device)
+
+        def fail(grad):
+            raise s.ChunkFailure
+
+        hidden = model(x)
+        block = model.layers["1"].register_full_backward_pre_hook(lambda *_: fail(None))
+        with self.assertRaises(s.ChunkFailure):
+            model(x).sum().backward()
+        block.remove()
+        with self.assertRaisesRegex(RuntimeError, r"backward that failed .* reset_iteration"):
+            fsdp_partial_backwards(model.lm_head).__enter__()
+        del hidden
+        reset_iteration(model)
+        self.assert_clean(model)
+
+    @parametrize("grouping", ["grouped", "separate", "tied"])
+    @parametrize("policy", [False, True, 2])
+    def test_weights_changed_in_place_after_an_evaluation(self, grouping, policy) -> None:
+        case = Case(grouping=grouping)
+        model, loss_fn = self.build(case, head_reshard_after_forward=policy)
+        self.step(model, loss_fn, case, 0)
+        inputs, labels = (
+            t.to(self.device) for t in s.make_batches(1, self.world_size)[0][self.rank]
+        )
+        with torch.no_grad():
+            before, _ = loss_fn(model(inputs), labels)
+            if grouping == "separate":
+                model.norm.reshard()  # a unit that is not the scope's stays as its policy says
+            # The gradients of the step are there, as are the parameters that an optimizer knows.
+            self.assertEqual(
+                {n for n, p in model.named_parameters() if p.grad is not None},
+                {n for n, _ in model.named_parameters()},
+            )
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            after, _ = loss_fn(model(inputs), labels)
+            reference = s.make_model(case, device=self.device)
+            for parameter in reference.parameters():
+                parameter.mul_(0.5)
+            logits = reference.lm_head(reference(inputs))
+            expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        torch.testing.assert_close(after, expected)
+        self.assertNotEqual(before.item(), after.item())
+
     # --- errors --------------------------------------------------------------------------------
 
     def test_misuse_is_refused_by_name(self) -> None:
@@ -829,7 +1194,9 @@ class TestPartialBackwards:
             hooks.before_last_forward()
         reset_iteration(model)
         model.norm(hidden)  # the group's forward is under way
-        with self.assertRaisesRegex(RuntimeError, rf"'{name}' while .* is under way.* reset_iteration"):
+        with self.assertRaisesRegex(
+            RuntimeError, rf"'{name}' while .* is under way.* reset_iteration"
+        ):
             fsdp_partial_backwards(head).__enter__()
         reset_iteration(model)
         with self.assertRaisesRegex(ValueError, "'compatible', 'coalesced', got 'both'"):

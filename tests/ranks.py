@@ -24,6 +24,16 @@ class RankTest(MultiProcContinuousTest):
     def device(self) -> torch.device:
         return torch.device(self.device_type(), self.rank if self.device_type() == "cuda" else None)
 
+    def setUp(self) -> None:
+        cls = type(self)
+        if cls.poison_pill:
+            # A test has failed, and its ranks may hang in a collective. The next gets new ones.
+            for process in cls.processes:
+                process.kill()
+                process.join()
+            cls.poison_pill = cls._processes_spawned = False
+        super().setUp()
+
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: object) -> None:
         torch.set_num_threads(1)

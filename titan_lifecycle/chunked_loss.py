@@ -166,21 +166,21 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
 
         Raises:
             RuntimeError: ``set_lm_head`` was not called.
-            ValueError: Predictions, labels and loss inputs do not match, some predictions require
-                grad and others do not, or there are more chunks than tokens.
+            TypeError: The head is not a module; a prediction or labels are no tensor; the inner
+                loss does not return a loss and metrics.
+            ValueError: Predictions, labels, head and loss inputs do not match, some predictions
+                require grad and others do not, or there are more chunks than tokens.
         """
-        lm_head = self.lm_head
-        if lm_head is None:
-            raise RuntimeError(
-                "LifecycleChunkedLoss has no head; call set_lm_head(model.lm_head) before the "
-                "first loss, and let the model return hidden states (model._skip_lm_head = True)"
-            )
+        lm_head = _check_head(self.lm_head)
         if isinstance(self.loss_fn, HeadWeightLoss):
             _check_head_is_linear(lm_head, self.loss_fn)
+        _check_tensors(pred, "prediction", "hidden states [B, L, D]")
+        _check_tensors(labels, "labels", "token ids [B, L]")
         several = not isinstance(pred, torch.Tensor)
         hiddens = (pred,) if isinstance(pred, torch.Tensor) else tuple(pred)
         targets = (labels,) if isinstance(labels, torch.Tensor) else tuple(labels)
         _check_aligned(hiddens, targets)
+        _check_head_takes(lm_head, hiddens)
         _check_loss_inputs(hiddens[0], loss_inputs)
 
         outer_backward = torch.is_grad_enabled() and hiddens[0].requires_grad
@@ -245,6 +245,11 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
             )
 
     def _chunk_sizes(self, length: int) -> list[int]:
+        if isinstance(length, int) and length == 0:
+            raise ValueError(
+                "LifecycleChunkedLoss got hidden states of length 0, [B, 0, D]; expected at least "
+                "one token. Skip the loss of an empty sequence, on all ranks alike"
+            )
         if self.chunk_tokens is not None:
             if free_unbacked_symbols(length):
                 raise ValueError(
@@ -287,31 +292,22 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The inner loss of one chunk, backpropagated; the head runs once per prediction."""
         if isinstance(self.loss_fn, HeadWeightLoss):
+            weight: Any = lm_head.weight
+            bias = getattr(lm_head, "bias", None)
+            inputs = loss_inputs | {"weight": weight, "bias": bias}
 
             def loss_from_weight(*hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
-                weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
-                loss, metrics = self.loss_fn(
-                    hidden if several else hidden[0],
-                    labels,
-                    global_valid_tokens,
-                    weight=weight,
-                    bias=bias,
-                    **loss_inputs,
-                )
-                if not loss.requires_grad:  # as below, with a gradient of zero
-                    for tensor in (*hidden, weight, *([] if bias is None else [bias])):
-                        loss = loss + tensor[:0].sum()
-                return loss, metrics
+                pred = hidden if several else hidden[0]
+                return _checked(self.loss_fn, pred, labels, global_valid_tokens, inputs)
 
             if is_last:
                 hooks.before_last_forward()
-            # The loss runs as the head's forward, so that FSDP's hooks, which gather and reduce
-            # the weight, see it as any other forward. Only what the head takes passes through
-            # them: they cast floating-point arguments.
+            # The loss runs as the head's forward: hooks on it cast the hidden states, as a
+            # mixed-precision policy says, and others see it like any other forward.
             with _forward_replaced(lm_head, loss_from_weight):
                 loss, metrics = lm_head(*chunks)
             loss = hooks.after_forward(loss)
-            outputs: tuple[torch.Tensor, ...] = (loss,)
+            sources = [t for t in (*chunks, weight, bias) if t is not None and t.requires_grad]
         else:
             logits = []
             for i, chunk in enumerate(chunks):
@@ -319,19 +315,72 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
                     hooks.before_last_forward()
                 logits.append(lm_head(chunk))
             outputs = hooks.after_forward(tuple(logits))
-            loss, metrics = self.loss_fn(
-                outputs if several else outputs[0], labels, global_valid_tokens, **loss_inputs
+            loss, metrics = _checked(
+                self.loss_fn,
+                outputs if several else outputs[0],
+                labels,
+                global_valid_tokens,
+                loss_inputs,
             )
+            sources = [t for t in outputs if t.requires_grad]
 
         if run_backward:
             with spmd.no_typecheck():
-                if loss.requires_grad:
-                    loss.backward()
-                else:
-                    # A constant, as some losses give for ignored labels only. All ranks must run
-                    # the same backwards, or their collectives differ.
-                    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+                _backward(loss, sources)
         return loss.detach(), metrics
+
+
+def _checked(
+    loss_fn: Any,
+    pred: Any,
+    labels: Any,
+    global_valid_tokens: torch.Tensor | None,
+    loss_inputs: dict[str, Any],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the inner loss returns, if that is a loss and metrics."""
+    result = loss_fn(pred, labels, global_valid_tokens, **loss_inputs)
+    if (
+        isinstance(result, tuple)
+        and len(result) == 2
+        and isinstance(result[0], torch.Tensor)
+        and result[0].ndim == 0
+        and isinstance(result[1], dict)
+    ):
+        return result
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    found = (
+        f"a tuple of {', '.join(map(_describe, result))}"
+        if isinstance(result, tuple)
+        else _describe(result)
+    )
+    raise TypeError(
+        f"the inner loss {name} returned {found}; expected (loss, metrics), where loss is a tensor "
+        "of shape () and metrics a dict of tensors, which may be empty"
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__}" if value is not None else "None"
+
+
+def _backward(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    """Backpropagate ``loss``; a gradient of zero where it does not depend on any of ``sources``.
+
+    A loss may be a constant, as some are for ignored labels only, and may say that it requires grad
+    all the same. The parameters need a gradient then, too: all ranks reduce the same ones.
+    """
+    reached: list[torch.Tensor] = []
+    handles = [source.register_hook(reached.append) for source in sources]
+    try:
+        if loss.requires_grad:
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if sources and not reached:
+        torch.autograd.backward(sources, [torch.zeros_like(source) for source in sources])
 
 
 class _SequenceGradient:
@@ -389,6 +438,58 @@ class _CarryGradients(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         gradients = ctx.saved_tensors
         return (None, *gradients, *(None for _ in gradients))
+
+
+def _check_head(lm_head: Any) -> nn.Module:
+    if lm_head is None:
+        raise RuntimeError(
+            "LifecycleChunkedLoss has no head; call set_lm_head(model.lm_head) before the "
+            "first loss, and let the model return hidden states (model._skip_lm_head = True)"
+        )
+    if not isinstance(lm_head, nn.Module):
+        raise TypeError(
+            f"LifecycleChunkedLoss.set_lm_head got a {type(lm_head).__name__}; expected the module "
+            "that owns the head's parameters, like model.lm_head, so that they are gathered and "
+            "trained. Wrap a function in an nn.Module that has them"
+        )
+    return lm_head
+
+
+def _check_tensors(value: Any, name: str, expected: str) -> None:
+    several = isinstance(value, (tuple, list))
+    for i, tensor in enumerate(value if several else [value]):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"LifecycleChunkedLoss got {_describe(tensor)} as {name}"
+                + (f" {i}" if several else "")
+                + f"; expected a tensor, {expected}"
+            )
+
+
+def _check_head_takes(lm_head: nn.Module, hiddens: Sequence[torch.Tensor]) -> None:
+    """Refuse what the head's forward would refuse, but in words and before any collective."""
+    size = getattr(lm_head, "in_features", None)
+    weight = getattr(lm_head, "weight", None)
+    for i, hidden in enumerate(hiddens):
+        if isinstance(size, int) and hidden.shape[-1] != size:
+            raise ValueError(
+                f"prediction {i} has shape {tuple(hidden.shape)} and the head takes hidden states "
+                f"[B, L, {size}]"
+                + (
+                    ": these are logits; set model._skip_lm_head = True"
+                    if hidden.shape[-1] == getattr(lm_head, "out_features", None)
+                    else "; pass the decoder's output, before the head"
+                )
+            )
+        # A head that distributes its inputs does so in a hook, or in a forward of its own; FSDP's
+        # hook gathers a weight that is a DTensor because it is sharded.
+        converts = bool(lm_head._forward_pre_hooks) or "forward" in lm_head.__dict__
+        if isinstance(weight, DTensor) and not isinstance(hidden, DTensor) and not converts:
+            raise ValueError(
+                f"the head's weight is a DTensor with placements {weight.placements}, and "
+                f"prediction {i}, of shape {tuple(hidden.shape)}, is a plain tensor; parallelize "
+                "the head with its inputs (parallelize_module), or pass hidden states on its mesh"
+            )
 
 
 def _check_aligned(hiddens: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:

@@ -543,8 +543,8 @@ def register_lifecycle_callbacks(
     gone at ``post_backward`` where FSDP's policy releases them; gradients live on until they are
     reduced. An ``fsdp_partial_backwards`` scope is one invocation, however many its inner passes;
     the backward that ends is the outer one, or the scope itself where none follows. Groups of one
-    state (a mesh per parameter) share an FQN, and call each for itself. Under a schedule that splits
-    backwards, see ``pipeline.observe_split_backwards``. An exception in a callback ends the
+    state (a mesh per parameter) share an FQN, and call each for itself. Under a schedule that
+    splits backwards, see ``pipeline.observe_split_backwards``. An exception in a callback ends the
     backward; ``reset_iteration`` recovers from it.
 
     Args:

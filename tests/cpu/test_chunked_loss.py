@@ -801,3 +801,78 @@ def test_a_length_as_the_graph_trainer_marks_it():
         mark_chunk_dynamic_dims(tensor, mode="seq")
     traced = minimal_fx_tracer(train_step(make_loss(head, num_chunks=8)), module=head)(*inputs)
     assert_traced_is_right(run_traced(traced, module=head), head, 32)
+
+
+# --- what does not depend on the logits, and what is no loss ---
+
+
+def requires_grad_all_the_same(logits, labels, tokens, **loss_inputs):
+    loss, metrics = constant_if_ignored(logits, labels, tokens)
+    return loss if loss.requires_grad else torch.zeros((), requires_grad=True), metrics
+
+
+@pytest.mark.parametrize("hidden_grad", [True, False])
+@pytest.mark.parametrize("ignored", [slice(0, 3), slice(6, 8), slice(0, 8)])
+def test_a_constant_that_says_that_it_requires_grad(hidden_grad, ignored):
+    head = make_head(bias=True)
+    hidden, labels, tokens = make_inputs(8, requires_grad=hidden_grad)
+    labels[:, ignored] = IGNORE_INDEX
+    full_logits(head, hidden, labels, tokens).backward()
+    expected = gradients(hidden, head)
+    loss_fn = make_loss(head, num_chunks=3, loss_fn=requires_grad_all_the_same)
+    loss_fn(hidden, labels, tokens)[0].backward()
+    assert_same(gradients(hidden, head), expected)
+
+
+@pytest.mark.parametrize(
+    "returned, found",
+    [
+        (torch.tensor(1.0), r"a tensor of shape \(\)"),
+        (1.0, "float"),
+        ((torch.tensor(1.0), {}, {}), "a tuple of a tensor of shape .*, dict, dict"),
+        ((torch.ones(3), {}), r"a tuple of a tensor of shape \(3,\), dict"),
+        ((1.0, {}), "a tuple of float, dict"),
+        (None, "None"),
+    ],
+)
+@pytest.mark.parametrize("from_weight", [False, True])
+def test_an_inner_loss_that_returns_something_else(returned, found, from_weight):
+    class Wrong(HeadWeightLoss):
+        def __init__(self):
+            pass
+
+        def __call__(self, *args, **kwargs):
+            return returned
+
+    loss_fn = make_loss(make_head(), loss_fn=Wrong() if from_weight else lambda *a, **k: returned)
+    with pytest.raises(TypeError, match=rf"returned {found}; expected \(loss, metrics\)"):
+        loss_fn(HIDDEN, LABELS)
+
+
+@pytest.mark.parametrize("head", [lambda x: x, "lm_head"])
+def test_a_head_that_is_no_module(head):
+    with pytest.raises(TypeError, match="expected the module that owns the head's parameters"):
+        make_loss(head)(HIDDEN, LABELS)
+
+
+def test_labels_and_hidden_states_that_are_no_tensors():
+    with pytest.raises(TypeError, match="got None as labels; expected a tensor, token ids"):
+        make_loss(make_head())(HIDDEN, None)
+    with pytest.raises(TypeError, match="got None as labels 1"):
+        make_loss(make_head())((HIDDEN, HIDDEN), (LABELS, None))
+    with pytest.raises(TypeError, match="got None as prediction; expected a tensor, hidden states"):
+        make_loss(make_head())(None, LABELS)
+
+
+def test_logits_in_the_place_of_hidden_states():
+    head = make_head()
+    with pytest.raises(ValueError, match=r"\(2, 8, 32\).*\[B, L, 8\].*_skip_lm_head"):
+        make_loss(head)(head(HIDDEN), LABELS)
+    with pytest.raises(ValueError, match=r"\(2, 8, 3\).*\[B, L, 8\].*before the head"):
+        make_loss(head)(HIDDEN[..., :3], LABELS)
+
+
+@pytest.mark.parametrize("config", [{"num_chunks": 2}, {"chunk_tokens": 2}])
+def test_a_sequence_of_length_0(config):
+    with pytest.raises(ValueError, match=r"length 0, .* all ranks alike"):
+        make_loss(make_head(), **config)(HIDDEN[:, :0], LABELS[:, :0])

@@ -90,6 +90,11 @@ def constant_if_ignored(logits, labels, tokens, **loss_inputs):
     return loss / tokens, {}
 
 
+def requires_grad_all_the_same(logits, labels, tokens):
+    loss, metrics = constant_if_ignored(logits, labels, tokens)
+    return loss if loss.requires_grad else torch.zeros((), requires_grad=True), metrics
+
+
 class ConstantIfIgnored(LinearCrossEntropyLoss):
     def __call__(self, pred, labels, global_valid_tokens=None, **kwargs):
         if (labels == IGNORE_INDEX).all():
@@ -157,6 +162,15 @@ class TestParallel(GlooTest):
         for loss_fn in make_losses(EVEN, head):
             loss_fn(Decoder.apply(hidden), labels, tokens)[0].backward()
         self.assertEqual(placements, [(Partial(),)] * 2)
+
+    def test_plain_hidden_states_for_a_head_of_dtensors(self) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        head = make_head()
+        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+        hidden, labels, tokens = make_inputs()
+        (loss_fn, _) = make_losses(EVEN, head)
+        with self.assertRaisesRegex(ValueError, r"a DTensor .* prediction 0, .* is a plain tensor"):
+            loss_fn(hidden, labels, tokens)
 
     @parametrize("config", CONFIGS)
     @parametrize("placement", [Replicate(), Shard(1), Shard(0)])
@@ -306,7 +320,7 @@ class TestParallel(GlooTest):
 
     # --- FSDP ----------------------------------------------------------------------------------
 
-    @parametrize("inner", ["constant", "constant_from_weight"])
+    @parametrize("inner", ["constant", "constant_from_weight", "requires_grad_all_the_same"])
     @parametrize("freeze", ["none", "decoder"])
     @parametrize("reduction", ["compatible", "coalesced"])
     def test_constant_losses_of_ignored_labels(self, inner, freeze, reduction) -> None:
@@ -314,11 +328,11 @@ class TestParallel(GlooTest):
         case = Case(freeze=freeze, reduction=reduction)
         model = s.shard(s.make_model(case), s.make_mesh("fsdp", "cpu"))
         loss_fn = s.make_loss(case)
-        loss_fn.loss_fn = (
-            constant_if_ignored
-            if inner == "constant"
-            else ConstantIfIgnored(LinearCrossEntropyLoss.Config())
-        )
+        loss_fn.loss_fn = {
+            "constant": constant_if_ignored,
+            "constant_from_weight": ConstantIfIgnored(LinearCrossEntropyLoss.Config()),
+            "requires_grad_all_the_same": requires_grad_all_the_same,
+        }[inner]
         loss_fn.set_lm_head(model.lm_head)
         batches = s.make_batches(1, 2)
         (_, ignored), (_, some_ignored) = batches[0]
