@@ -161,6 +161,7 @@ def _scope_cost(num_groups: int, repeats: int) -> ScopeCost:
                 seconds.append(time.perf_counter() - start)
                 loss.backward()
                 model.zero_grad()
+                del hidden, loss  # or the next call would pay for freeing the decoder's graph
                 gc.collect()
         for _ in range(_WARM_UP + repeats):
             for edge, seconds in zip(edges, edge_seconds, strict=True):

@@ -7,7 +7,7 @@ part, see [Note: Partial backwards and FSDP finalization] there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -203,35 +203,30 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
             gradients = [_SequenceGradient(h) for h in hiddens] if outer_backward else []
             total_loss = _zero_loss(hiddens[0])
             metrics: dict[str, torch.Tensor] = {}
+            backward = _InnerBackward() if run_backward else None
 
-            with ExitStack() as stack:
-                hooks = stack.enter_context(
-                    fsdp_partial_backwards(
-                        lm_head,
-                        run_backward=run_backward,
-                        outer_backward_follows=outer_backward,
-                        reduction=self.reduction,
-                    )
-                )
+            with fsdp_partial_backwards(
+                lm_head,
+                run_backward=run_backward,
+                outer_backward_follows=outer_backward,
+                reduction=self.reduction,
+            ) as hooks:
                 for i in range(len(sizes)):
-                    chunks = tuple(c[i] for c in hidden_chunks)
                     chunk_labels = tuple(c[i] for c in label_chunks)
                     chunk_loss, chunk_metrics = self._run_chunk(
                         lm_head,
                         hooks,
-                        chunks,
+                        tuple(c[i] for c in hidden_chunks),
                         chunk_labels if several else chunk_labels[0],
                         global_valid_tokens,
                         loss_inputs | {key: value[i] for key, value in input_chunks.items()},
                         several=several,
                         is_last=i == len(sizes) - 1,
-                        run_backward=run_backward,
+                        backward=backward,
+                        gradients=gradients,
                     )
                     metrics = self._combine_chunk_metrics(metrics, chunk_metrics)
                     total_loss = total_loss + chunk_loss
-                    with spmd.no_typecheck():
-                        for gradient, chunk in zip(gradients, chunks, strict=False):
-                            gradient.append(chunk)
 
         if not run_backward:
             return total_loss, metrics
@@ -288,7 +283,8 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
         *,
         several: bool,
         is_last: bool,
-        run_backward: bool,
+        backward: _InnerBackward | None,
+        gradients: list[_SequenceGradient],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The inner loss of one chunk, backpropagated; the head runs once per prediction."""
         if isinstance(self.loss_fn, HeadWeightLoss):
@@ -324,9 +320,11 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
             )
             sources = [t for t in outputs if t.requires_grad]
 
-        if run_backward:
+        if backward is not None:
             with spmd.no_typecheck():
-                _backward(loss, sources)
+                backward(loss, sources, chunks)
+                for gradient, chunk in zip(gradients, chunks, strict=False):
+                    gradient.append(chunk)
         return loss.detach(), metrics
 
 
@@ -365,22 +363,42 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__}" if value is not None else "None"
 
 
-def _backward(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """Backpropagate ``loss``; a gradient of zero where it does not depend on any of ``sources``.
+class _InnerBackward:
+    """Backpropagates a chunk's loss, or a gradient of zero where it does not depend on the head.
 
     A loss may be a constant, as some are for ignored labels only, and may say that it requires grad
     all the same. The parameters need a gradient then, too: all ranks reduce the same ones.
     """
-    reached: list[torch.Tensor] = []
-    handles = [source.register_hook(reached.append) for source in sources]
-    try:
-        if loss.requires_grad:
-            loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if sources and not reached:
-        torch.autograd.backward(sources, [torch.zeros_like(source) for source in sources])
+
+    def __init__(self) -> None:
+        # Whether the head is known to pass gradients on, so that those of the hidden states tell.
+        self._hidden_tells = False
+
+    def __call__(
+        self,
+        loss: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        hiddens: Sequence[torch.Tensor],
+    ) -> None:
+        """``sources``: what came out of the head, or its weight and what goes in, requiring grad.
+
+        ``hiddens`` have no gradient yet.
+        """
+        if self._hidden_tells:
+            if loss.requires_grad:
+                loss.backward()
+            is_reached = any(hidden.grad is not None for hidden in hiddens)
+        else:
+            reached: list[torch.Tensor] = []
+            handles = [source.register_hook(reached.append) for source in sources]
+            if loss.requires_grad:
+                loss.backward()
+            for handle in handles:
+                handle.remove()
+            is_reached = bool(reached)
+            self._hidden_tells = is_reached and any(h.grad is not None for h in hiddens)
+        if sources and not is_reached:
+            torch.autograd.backward(sources, [torch.zeros_like(source) for source in sources])
 
 
 class _SequenceGradient:
@@ -539,6 +557,8 @@ def _same_sizes(sizes: Sequence[int], expected: Sequence[int]) -> bool:
     if len(sizes) != len(expected):
         return False
     for size, other in zip(sizes, expected, strict=True):
+        if type(size) is type(other) is int and size == other:
+            continue  # the usual case, without the machinery of tracing
         if not guard_or_true(size == other):
             return False
         torch._check(size == other)

@@ -39,6 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -252,30 +253,90 @@ class _RefusesBackward:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What owns a module's parameters, looked up once a module.
+
+    Everything of FSDP's is held weakly: the module is the key under which this is kept.
+    """
+
+    name: str
+    states: tuple[weakref.ref[FSDPState], ...]
+    # Whether the root is the module itself or in it: no outer backward comes through that root,
+    # as what comes before the module is not FSDP, or has another root.
+    contains_root: bool
+    # FSDP's own forward hooks on the unit: where each is, its id, and what stands for it at rest.
+    forward_hooks: tuple[tuple[weakref.ref[dict[int, Any]], int, Callable[..., Any]], ...]
+    # The same (before forward, after forward) of states whose hooks are on a module that contains
+    # this one, which then goes without any.
+    hooks_outside: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
+    # Whether gradients may accumulate in a wider dtype than the one they are computed in.
+    widens_gradients: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, states: list[FSDPState]) -> _Unit:
+        inside = set(module.modules())
+        forward_hooks, hooks_outside = [], []
+        for state in states:
+            casts = _casting_hooks(state)
+            before_forward = [id(m._forward_pre_hooks) for m in state._modules]
+            parents = dict.fromkeys(
+                (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+            )
+            # A grouped unit has one handle, for all of its hooks.
+            for handle in [h for p in parents for h in getattr(p, "handles", (p,))]:
+                is_post = id(handle.hooks_dict_ref()) not in before_forward
+                forward_hooks.append((handle.hooks_dict_ref, handle.id, casts[is_post]))
+            if inside.isdisjoint(state._modules):
+                hooks_outside.append(casts)
+        return cls(
+            _state_name(states[0]),
+            tuple(weakref.ref(state) for state in states),
+            not inside.isdisjoint(states[0]._state_ctx.all_states[0]._modules),
+            tuple(forward_hooks),
+            tuple(hooks_outside),
+            any(
+                param.mp_policy.param_dtype or param.mp_policy.reduce_dtype
+                for state in states
+                for group in state._fsdp_param_groups
+                for param in group.fsdp_params
+            ),
+        )
+
+
+def _casting_hooks(state: FSDPState) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The parts of FSDP's hooks before and after a forward that cast inputs and outputs."""
+    this = weakref.proxy(state)
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return this._cast_forward_inputs(args, kwargs)
+
+    def cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+        return this._cast_output_dtype(output)
+
+    return cast_inputs, cast_output
+
+
 class _RestingHooks:
-    """FSDP's own forward hooks on some units, out of use until :meth:`wake`.
+    """FSDP's own forward hooks on a unit, out of use until :meth:`wake`.
 
     Each is replaced in place by one that only casts, as the unit's mixed-precision policy says.
     All other hooks keep their place, also those that are registered or removed meanwhile.
     """
 
-    def __init__(self, states: list[FSDPState], module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, unit: _Unit) -> None:
         self._replaced: list[tuple[dict[int, Any], int, Any, Any]] = []
-        # On the module itself, where its unit's hooks are on a module that contains it.
-        self._added: list[RemovableHandle] = []
-        inside = set(module.modules())
-        for state in states:
-            for hooks, hook_id, is_pre in _forward_hooks(state):
-                resting = _casting_hook(state, is_pre=is_pre)
+        for hooks_ref, hook_id, resting in unit.forward_hooks:
+            hooks = hooks_ref()
+            if hooks is not None and hook_id in hooks:
                 self._replaced.append((hooks, hook_id, hooks[hook_id], resting))
                 hooks[hook_id] = resting
-            if inside.isdisjoint(state._modules):
-                self._added += [
-                    module.register_forward_pre_hook(
-                        _casting_hook(state, is_pre=True), prepend=True, with_kwargs=True
-                    ),
-                    module.register_forward_hook(_casting_hook(state, is_pre=False)),
-                ]
+        self._added: list[RemovableHandle] = []
+        for cast_inputs, cast_output in unit.hooks_outside:
+            self._added += [
+                module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True),
+                module.register_forward_hook(cast_output),
+            ]
 
     def wake(self) -> None:
         for hooks, hook_id, original, resting in self._replaced:
@@ -285,69 +346,32 @@ class _RestingHooks:
             handle.remove()
 
 
-def _forward_hooks(state: FSDPState) -> Iterator[tuple[dict[int, Any], int, bool]]:
-    """Where FSDP's forward hooks of ``state`` are: (dict of hooks, id, whether before forward)."""
-    before_forward = [id(module._forward_pre_hooks) for module in state._modules]
-    # A grouped unit has one handle, for all of its hooks.
-    handles = [
-        handle
-        for parent in dict.fromkeys(
-            (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-        )
-        for handle in getattr(parent, "handles", (parent,))
-    ]
-    for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
-            yield hooks, handle.id, id(hooks) in before_forward
-
-
-# One hook a state and kind, so that a compiled module meets the same one in every scope.
-_casting_hooks: weakref.WeakKeyDictionary[FSDPState, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def _casting_hook(state: FSDPState, *, is_pre: bool) -> Any:
-    """The part of FSDP's hook before or after a forward that casts inputs or outputs."""
-    if state not in _casting_hooks:
-        this = weakref.proxy(state)  # a value must not keep its key
-
-        def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return this._cast_forward_inputs(args, kwargs)
-
-        def cast_output(module: nn.Module, args: Any, output: Any) -> Any:
-            return this._cast_output_dtype(output)
-
-        _casting_hooks[state] = cast_inputs, cast_output
-    return _casting_hooks[state][not is_pre]
-
-
 class _Scope(PartialBackwardHooks):
     """An open scope of an FSDP module; see [Note: Partial backwards and FSDP finalization]."""
 
     def __init__(
         self,
         module: nn.Module,
+        unit: _Unit,
         states: list[FSDPState],
         *,
         run_backward: bool,
         outer_backward_follows: bool,
         reduction: Reduction,
     ) -> None:
-        self._name = _state_name(states[0])
+        self._name = unit.name
         self._states = states
         self._groups = [group for state in states for group in state._fsdp_param_groups]
         self._context = context = states[0]._state_ctx
+        self._observers = [o for g in self._groups if (o := group_observer(g)) is not None]
+        # Groups whose next inner backward may create gradients; later ones add to them.
+        self._without_gradients = self._groups if unit.widens_gradients else []
         self._run_backward = run_backward
         self._policies = [(group, GroupPolicy.capture(group)) for group in self._groups]
         self._is_manually_finalized = _is_manually_finalized(context)
         # Then its own end reduces what this scope leaves pending.
         self._in_outer_backward = context.post_backward_final_callback_queued is True
-        # Where the root is inside of the module, what comes before it is not FSDP, or has
-        # another root.
-        modules = set(module.modules())
-        self._outer_backward_follows = outer_backward_follows and modules.isdisjoint(
-            context.all_states[0]._modules
-        )
+        self._outer_backward_follows = outer_backward_follows and not unit.contains_root
         # Decided by flags, not by gradients, so that every rank decides alike.
         self._reduces = (
             not self._in_outer_backward
@@ -364,7 +388,7 @@ class _Scope(PartialBackwardHooks):
         self._is_open = False
         self._last_forward_announced = False
         self._last_forward_done = False
-        self._enter(module)
+        self._enter(module, unit)
 
     # The protocol #
 
@@ -384,10 +408,12 @@ class _Scope(PartialBackwardHooks):
         self._last_forward_done = self._last_forward_announced
         if not self._run_backward:
             return output
-        for group in self._groups:
-            _accumulate_in_place(group)
-            if (observer := group_observer(group)) is not None:
-                observer.begin_scope_backward()
+        for observer in self._observers:
+            observer.begin_scope_backward()
+        if self._without_gradients:
+            self._without_gradients = [
+                g for g in self._without_gradients if not _accumulates_in_place(g)
+            ]
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._check_backward_inside_scope)
@@ -410,16 +436,19 @@ class _Scope(PartialBackwardHooks):
 
     # Entry #
 
-    def _enter(self, module: nn.Module) -> None:
-        with record_function(f"lifecycle::unshard ({self._name})"), _spmd_no_typecheck():
-            for state in self._states:
-                cast(FSDPModule, state._modules[0]).unshard()
-        for group in self._groups:
-            if (observer := group_observer(group)) is not None:
-                observer.enter_scope()
-            group.pre_forward(module, (), {})  # nothing to gather: it restores types for spmd_types
-            group._training_state = TrainingState.IDLE
-        self._resting = _RestingHooks(self._states, module)
+    def _enter(self, module: nn.Module, unit: _Unit) -> None:
+        if not all(group.is_unsharded for group in self._groups):
+            with record_function(f"lifecycle::unshard ({self._name})"), _spmd_no_typecheck():
+                for state in self._states:
+                    cast(FSDPModule, state._modules[0]).unshard()
+        for observer in self._observers:
+            observer.enter_scope()
+        if self._observers or spmd.is_type_checking():
+            # There is nothing left to gather: it restores types and tells observers.
+            for group in self._groups:
+                group.pre_forward(module, (), {})
+                group._training_state = TrainingState.IDLE
+        self._resting = _RestingHooks(module, unit)
         self._refusal = _RefusesBackward(self._name)
         if self._context.post_backward_final_callback_queued is False:
             cast(Any, self._context).post_backward_final_callback_queued = self._refusal
@@ -429,7 +458,7 @@ class _Scope(PartialBackwardHooks):
     def _prefetch_for_outer_backward(self) -> None:
         """Issue what the units' pre-backward would have, a chunk before it is needed."""
         targets = [s._modules[0] for s in reversed(self._states[0]._states_to_backward_prefetch)]
-        if not targets:
+        if not targets and self._groups:
             order = self._groups[0].comm_ctx.post_forward_order
             # A unit that also ran in the decoder's forward, for its norm, is the last in the order.
             # Its own pre-backward prefetches, in the outer backward.
@@ -463,8 +492,8 @@ class _Scope(PartialBackwardHooks):
         _states_in_scope.difference_update(self._states)
         for group, policy in self._policies:
             policy.restore(group)
-            if (observer := group_observer(group)) is not None:
-                observer.leave_scope()
+        for observer in self._observers:
+            observer.leave_scope()
         if not self._run_backward:
             with record_function(f"lifecycle::reshard ({self._name})"), _spmd_no_typecheck():
                 for group in self._groups:
@@ -487,7 +516,7 @@ class _Scope(PartialBackwardHooks):
 
     def _post_backward(self) -> None:
         """One post-backward a group: reduced here, or left pending for whoever owns it."""
-        with record_function(f"lifecycle::post_backward ({self._name})"):
+        with record_function(f"lifecycle::finalize ({self._name})"):
             for group, policy in reversed(self._policies):
                 backward_has_begun = group._training_state == TrainingState.PRE_BACKWARD
                 group.reduce_grads = policy.reduce_grads and self._reduces
@@ -584,14 +613,15 @@ def fsdp_partial_backwards(
             f"reduction must be one of {', '.join(map(repr, get_args(Reduction)))}, "
             f"got {reduction!r}"
         )
-    states = _owning_states(module)
-    if not states:
+    unit = _unit_of(module)
+    if unit is None:
         yield PartialBackwardHooks()
         return
-    _initialize(module, states)
-    _check_can_enter(states, run_backward=run_backward)
+    states = [cast(FSDPState, state()) for state in unit.states]
+    _check_can_enter(unit.name, states, run_backward=run_backward)
     scope = _Scope(
         module,
+        unit,
         states,
         run_backward=run_backward,
         outer_backward_follows=outer_backward_follows,
@@ -604,29 +634,31 @@ def fsdp_partial_backwards(
         scope.close()
 
 
-# The states that own each module's parameters. They are found by looking at every FSDP unit there
-# is, and do not change once the root is initialized.
-_found_states: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[FSDPState]]] = (
-    weakref.WeakKeyDictionary()
-)
+_units: weakref.WeakKeyDictionary[nn.Module, _Unit] = weakref.WeakKeyDictionary()
+# Modules without, by the number of modules that FSDP and its like managed when that was found.
+_without_unit: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def _owning_states(module: nn.Module) -> list[FSDPState]:
-    """The FSDP states of ``module`` and in it, and those that own parameters of it."""
-    if (found := _found_states.get(module)) is not None:
-        return [state for ref in found if (state := ref()) is not None]
-    inside = set(module.modules())
-    states = dict.fromkeys(m._get_fsdp_state() for m in _fsdp_modules([module]))
-    for other in _all_states():
-        if any(
-            not inside.isdisjoint([info.module, *info.shared_modules])
-            for group in other._fsdp_param_groups
-            for info in (param._module_info for param in group.fsdp_params)
-        ):
-            states[other] = None
-    if all(state._is_root is not None for state in states):
-        _found_states[module] = [weakref.ref(state) for state in states]
-    return list(states)
+def _unit_of(module: nn.Module) -> _Unit | None:
+    """What owns parameters of ``module``, with the FSDP units in it; None if FSDP has no part."""
+    if (unit := _units.get(module)) is None:
+        if _without_unit.get(module) == len(_module_state_mapping):
+            return None
+        inside = set(module.modules())
+        states = dict.fromkeys(m._get_fsdp_state() for m in _fsdp_modules([module]))
+        for other in _all_states():
+            if any(
+                not inside.isdisjoint([info.module, *info.shared_modules])
+                for group in other._fsdp_param_groups
+                for info in (param._module_info for param in group.fsdp_params)
+            ):
+                states[other] = None
+        if not states:
+            _without_unit[module] = len(_module_state_mapping)
+            return None
+        _initialize(module, list(states))
+        unit = _units[module] = _Unit.of(module, list(states))
+    return unit
 
 
 def _all_states() -> list[FSDPState]:
@@ -654,8 +686,7 @@ def _initialize(module: nn.Module, states: list[FSDPState]) -> None:
     )
 
 
-def _check_can_enter(states: list[FSDPState], *, run_backward: bool) -> None:
-    name = _state_name(states[0])
+def _check_can_enter(name: str, states: list[FSDPState], *, run_backward: bool) -> None:
     context = states[0]._state_ctx
     if any(state._state_ctx is not context for state in states):
         raise RuntimeError(
@@ -683,13 +714,15 @@ def _check_can_enter(states: list[FSDPState], *, run_backward: bool) -> None:
         _check_no_partial_reduction(groups, name)
 
 
-def _accumulate_in_place(group: FSDPParamGroup) -> None:
-    """Let the next backward add to wider gradients in place, without a cast of each contribution.
+def _accumulates_in_place(group: FSDPParamGroup) -> bool:
+    """Let backwards add to gradients in the reduce dtype in place, once these are there.
 
-    The first backward creates them in the reduce dtype. FSDP's post-backward undoes this.
+    Until then autograd casts what it accumulates. FSDP's post-backward undoes this.
     """
-    if all(parameter.grad is not None for parameter in trainable_parameters(group)):
+    there = all(parameter.grad is not None for parameter in trainable_parameters(group))
+    if there:
         group._set_unsharded_grad_dtypes(defer_upcast=True)
+    return there
 
 
 def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output:
