@@ -25,6 +25,8 @@ Two measurements, each a median, with the two sides taking turns on one model:
   its backward, which are not timed: entry, exit, and what FSDP does in each chunk's backward.
 
 step: the real trainer on ``llama3_fsdp_accumulate``, as ``titan-lifecycle report`` measures it.
+Every variant runs once a round, in turn, and every other round goes in reverse. Seconds are the
+median and the minimum over all rounds, ratios those of runs of the same round.
 
 loss: from hidden states [1, L, D] and a head [V, D] in float32 to the loss and the gradients of
 both, without FSDP. Memory is the peak resident set of the process above what was resident before
@@ -51,7 +53,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -152,7 +154,7 @@ def _scope_cost(num_groups: int, repeats: int) -> ScopeCost:
     gc.disable()
     try:
         # A whole step, forward and backward, takes long with 1000 groups.
-        for _ in range(_WARM_UP + max(20, min(repeats, 10_000 // num_groups))):
+        for _ in range(_WARM_UP + max(40, min(repeats, 10_000 // num_groups))):
             for loss_fn, seconds in zip(losses, call_seconds, strict=True):
                 loss_fn.set_lm_head(head)
                 hidden = model(inputs)
@@ -240,27 +242,59 @@ _STEP_VARIANTS = {
 }
 
 
-def bench_step(seq_len: int, steps: int) -> dict[str, StepCost]:
+def bench_step(seq_len: int, steps: int, rounds: int) -> dict[str, list[StepCost]]:
+    """Every variant once a round, in turn; every other round in reverse."""
     from titan_lifecycle import job
 
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = {
-            "--training.global-batch-size": 32,  # 4 ranks x 1 x 8 microbatches
-            "--training.seq-len": seq_len,
-            "--training.steps": steps,
-            "--dump-folder": folder,
-        }
-        return report.compare(
-            str(job.resolve_job(_JOB)),
-            [str(word) for option in overrides.items() for word in option],
-            _STEP_VARIANTS,
+    costs: dict[str, list[StepCost]] = {name: [] for name in _STEP_VARIANTS}
+    for i in range(rounds):
+        _progress(f"step: round {i + 1} of {rounds}")
+        variants = list(_STEP_VARIANTS.items())[:: -1 if i % 2 else 1]
+        with tempfile.TemporaryDirectory() as folder:
+            overrides = {
+                "--training.global-batch-size": 32,  # 4 ranks x 1 x 8 microbatches
+                "--training.seq-len": seq_len,
+                "--training.steps": steps,
+                "--dump-folder": folder,
+            }
+            found = report.compare(
+                str(job.resolve_job(_JOB)),
+                [str(word) for option in overrides.items() for word in option],
+                dict(variants),
+            )
+        for name, cost in found.items():
+            costs[name].append(cost)
+    return costs
+
+
+def step_table(costs: dict[str, list[StepCost]]) -> str:
+    """The median and the minimum over rounds; ratios are of runs of the same round."""
+    merged = {
+        name: replace(
+            rounds[0],
+            step_seconds=statistics.median(c.step_seconds for c in rounds),
+            fastest_step_seconds=min(c.fastest_step_seconds for c in rounds),
+            tokens_per_second=statistics.median(c.tokens_per_second for c in rounds),
         )
-
-
-def step_table(costs: dict[str, StepCost]) -> str:
-    stock = costs["stock"].step_seconds
-    ratios = [f"{c.step_seconds / stock:.2f}" for c in costs.values()]
-    return report.table(costs, [["step seconds / stock", *ratios]])
+        for name, rounds in costs.items()
+    }
+    stock, fastest = costs["stock"], merged["stock"].fastest_step_seconds
+    ratios = [
+        statistics.median(
+            c.step_seconds / s.step_seconds for c, s in zip(rounds, stock, strict=True)
+        )
+        for rounds in costs.values()
+    ]
+    return report.table(
+        merged,
+        [
+            ["median / stock's, median over rounds", *(f"{r:.2f}" for r in ratios)],
+            [
+                "fastest / stock's",
+                *(f"{c.fastest_step_seconds / fastest:.2f}" for c in merged.values()),
+            ],
+        ],
+    )
 
 
 # --- loss ---
@@ -611,6 +645,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--steps", type=int, default=4, help="the first warms up; default %(default)s"
     )
+    step.add_argument("--rounds", type=int, default=3, help="default %(default)s")
     loss = parser.add_argument_group("loss and mtp")
     loss.add_argument("--vocabs", type=int, nargs="+", default=[32768, 131072], metavar="V")
     loss.add_argument("--length", type=int, default=2048, help="L; default %(default)s")
@@ -641,8 +676,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             scope = bench_scope(args.groups, args.repeats)
             table, figures[part] = scope_table(scope), [asdict(c) for c in scope]
         elif part == "step":
-            step = bench_step(args.seq_len, args.steps)
-            table, figures[part] = step_table(step), {k: asdict(c) for k, c in step.items()}
+            step = bench_step(args.seq_len, args.steps, args.rounds)
+            table = step_table(step)
+            figures[part] = {k: [asdict(c) for c in v] for k, v in step.items()}
         elif part == "repeated":
             repeated = bench_repeated(args.depths, args.repeated_steps)
             table, figures[part] = repeated_table(repeated), [asdict(c) for c in repeated]

@@ -23,12 +23,13 @@ class StepCost:
     """The cost of one optimizer step on one rank.
 
     Collectives are those of the last step. The first step warms up; the second gives the peaks of
-    weights and gradients, and is slowed by looking for them; seconds are the median over the
-    others, and the peak of memory is over all but the first.
+    weights and gradients, and is slowed by looking for them; seconds are the median and
+    the minimum over the others, and the peak of memory is over all but the first.
     """
 
     num_steps: int
     step_seconds: float
+    fastest_step_seconds: float
     tokens_per_second: float
     """Of this rank's data-parallel rank."""
     calls: dict[str, int]
@@ -80,6 +81,7 @@ class StepMeasurements:
         cost = StepCost(
             num_steps=len(self._seconds),
             step_seconds=step_seconds,
+            fastest_step_seconds=min(timed),
             tokens_per_second=tokens_per_step / step_seconds,
             calls=dict(collectives.calls),
             num_bytes=dict(collectives.num_bytes),

@@ -41,6 +41,7 @@ _ROWS: list[tuple[str, Callable[[StepCost], float], str]] = [
     ("peak unsharded gradients MiB", lambda c: c.peak_unsharded_gradient_bytes / _MIB, "{:.2f}"),
     ("peak memory MiB", lambda c: c.peak_memory_bytes / _MIB, "{:.0f}"),
     ("step seconds (median)", lambda c: c.step_seconds, "{:.3f}"),
+    ("step seconds (fastest)", lambda c: c.fastest_step_seconds, "{:.3f}"),
     ("tokens/s", lambda c: c.tokens_per_second, "{:.0f}"),
 ]
 
