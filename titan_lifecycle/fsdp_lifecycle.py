@@ -95,12 +95,8 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "_cast_output_dtype",
         "_force_complete_incomplete_states",
         "_fsdp_param_groups",
-        "_is_root",
-        "_modules",
         "_modules_to_run_forward",
         "_post_forward",
-        "_post_forward_hook_handle",
-        "_pre_forward_hook_handle",
         "_register_pre_backward_hook",
         "_reset_iter_state",
         "_root_post_backward_final_callback",
@@ -119,7 +115,6 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "post_backward_final_callback_queued",
     ),
     FSDPParamGroup: (
-        "_all_gather_result",
         "_backward_prefetch",
         "_module_fqn",
         "_partial_reduce_output",
@@ -128,29 +123,22 @@ _PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
         "_record_post_forward",
         "_register_post_backward_hook",
         "_set_unsharded_grad_dtypes",
-        "_to_unsharded",
         "_training_state",
         "all_reduce_grads",
         "comm_ctx",
         "fsdp_params",
         "is_unsharded",
         "mesh_info",
+        "modules",
         "post_backward",
         "post_forward_mesh_info",
         "pre_forward",
         "reduce_grads",
         "reshard",
         "reshard_after_backward",
-        "use_training_state",
         "wait_for_unshard",
     ),
-    FSDPParam: (
-        "_module_info",
-        "_orig_size",
-        "_unsharded_param",
-        "mp_policy",
-        "sharded_param",
-    ),
+    FSDPParam: ("_orig_size", "_unsharded_param", "mp_policy", "sharded_param"),
 }
 
 
@@ -163,14 +151,16 @@ def missing_names(required: Mapping[Any, tuple[str, ...]]) -> list[str]:
     """The names in ``required`` that their class or module lacks, as ``Class.name``.
 
     An instance attribute counts as present when the class annotates it or assigns it in
-    ``__init__`` or ``init``.
+    ``__init__``.
     """
     missing = []
     for cls, names in required.items():
-        known = {*dir(cls), *cls.__dict__.get("__annotations__", ())}
-        for method in ("__init__", "init"):  # FSDPState assigns in the latter
-            code = getattr(getattr(cls, method, None), "__code__", None)
-            known.update(code.co_names if code else ())
+        code = getattr(getattr(cls, "__init__", None), "__code__", None)
+        known = {
+            *dir(cls),
+            *cls.__dict__.get("__annotations__", ()),
+            *(code.co_names if code else ()),
+        }
         missing += [f"{cls.__name__}.{name}" for name in names if name not in known]
     return missing
 
@@ -262,6 +252,8 @@ class _Unit:
 
     name: str
     states: tuple[weakref.ref[FSDPState], ...]
+    # One module of each state, as a target of public calls.
+    modules: tuple[weakref.ref[nn.Module], ...]
     # Whether the root is the module itself or in it: no outer backward comes through that root,
     # as what comes before the module is not FSDP, or has another root.
     contains_root: bool
@@ -274,34 +266,50 @@ class _Unit:
     widens_gradients: bool
 
     @classmethod
-    def of(cls, module: nn.Module, states: list[FSDPState]) -> _Unit:
+    def of(cls, module: nn.Module, managed: list[FSDPModule]) -> _Unit:
+        """The unit of ``module``, which consists of the states of ``managed``."""
         inside = set(module.modules())
+        modules: dict[FSDPState, list[FSDPModule]] = {}
+        for m in managed:
+            modules[m._get_fsdp_state()] = _modules_of(m._get_fsdp_state())
         forward_hooks, hooks_outside = [], []
-        for state in states:
+        for state, of_state in modules.items():
             casts = _casting_hooks(state)
-            before_forward = [id(m._forward_pre_hooks) for m in state._modules]
-            parents = dict.fromkeys(
-                (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-            )
-            # A grouped unit has one handle, for all of its hooks.
-            for handle in [h for p in parents for h in getattr(p, "handles", (p,))]:
-                is_post = id(handle.hooks_dict_ref()) not in before_forward
-                forward_hooks.append((handle.hooks_dict_ref, handle.id, casts[is_post]))
-            if inside.isdisjoint(state._modules):
+            for m in cast(list[Any], of_state):
+                for hooks, cast_hook in zip(
+                    (m._forward_pre_hooks, m._forward_hooks), casts, strict=True
+                ):
+                    hook_id = next((i for i, h in hooks.items() if _is_hook_of(h, state)), None)
+                    if hook_id is None:
+                        raise RuntimeError(
+                            unsupported_torch(f"{type(m).__name__} has no forward hooks of FSDP")
+                        )
+                    forward_hooks.append((weakref.ref(hooks), hook_id, cast_hook))
+            if inside.isdisjoint(cast(list[nn.Module], of_state)):
                 hooks_outside.append(casts)
+        states = list(modules)
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        root = states[0]._state_ctx.all_states[0]
         return cls(
-            _state_name(states[0]),
+            _module_name(managed[0]),
             tuple(weakref.ref(state) for state in states),
-            not inside.isdisjoint(states[0]._state_ctx.all_states[0]._modules),
+            tuple(weakref.ref(cast(nn.Module, of_state[0])) for of_state in modules.values()),
+            any(cast(nn.Module, m) in inside for m in modules.get(root, ())),
             tuple(forward_hooks),
             tuple(hooks_outside),
             any(
                 param.mp_policy.param_dtype or param.mp_policy.reduce_dtype
-                for state in states
-                for group in state._fsdp_param_groups
+                for group in groups
                 for param in group.fsdp_params
             ),
         )
+
+
+def _is_hook_of(hook: Any, state: FSDPState) -> bool:
+    """Whether a forward hook is a method of ``state``, or a function that wraps one."""
+    while hook is not None and getattr(hook, "__self__", None) is not state:
+        hook = getattr(hook, "__wrapped__", None)
+    return hook is not None
 
 
 def _casting_hooks(state: FSDPState) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -360,6 +368,7 @@ class _Scope(PartialBackwardHooks):
         reduction: Reduction,
     ) -> None:
         self._name = unit.name
+        self._modules = [cast(FSDPModule, module()) for module in unit.modules]
         self._states = states
         self._groups = [group for state in states for group in state._fsdp_param_groups]
         self._context = context = states[0]._state_ctx
@@ -439,8 +448,8 @@ class _Scope(PartialBackwardHooks):
     def _enter(self, module: nn.Module, unit: _Unit) -> None:
         if not all(group.is_unsharded for group in self._groups):
             with record_function(f"lifecycle::unshard ({self._name})"), _spmd_no_typecheck():
-                for state in self._states:
-                    cast(FSDPModule, state._modules[0]).unshard()
+                for fsdp_module in self._modules:
+                    fsdp_module.unshard()
         for observer in self._observers:
             observer.enter_scope()
         if self._observers or spmd.is_type_checking():
@@ -457,14 +466,15 @@ class _Scope(PartialBackwardHooks):
 
     def _prefetch_for_outer_backward(self) -> None:
         """Issue what the units' pre-backward would have, a chunk before it is needed."""
-        targets = [s._modules[0] for s in reversed(self._states[0]._states_to_backward_prefetch)]
-        if not targets and self._groups:
+        explicit = self._states[0]._states_to_backward_prefetch
+        groups = [group for state in reversed(explicit) for group in state._fsdp_param_groups[:1]]
+        if not explicit and self._groups:
             order = self._groups[0].comm_ctx.post_forward_order
             # A unit that also ran in the decoder's forward, for its norm, is the last in the order.
             # Its own pre-backward prefetches, in the outer backward.
-            targets = [g.modules[0] for g in order[-1:] if g not in self._groups]
-        for target in targets:
-            cast(FSDPModule, target).unshard(async_op=True)
+            groups = [group for group in order[-1:] if group not in self._groups]
+        for group in groups:
+            cast(FSDPModule, group.modules[0]).unshard(async_op=True)  # its whole state
 
     # Exit #
 
@@ -644,44 +654,56 @@ def _unit_of(module: nn.Module) -> _Unit | None:
     if (unit := _units.get(module)) is None:
         if _without_unit.get(module) == len(_module_state_mapping):
             return None
-        inside = set(module.modules())
-        states = dict.fromkeys(m._get_fsdp_state() for m in _fsdp_modules([module]))
-        for other in _all_states():
-            if any(
-                not inside.isdisjoint([info.module, *info.shared_modules])
-                for group in other._fsdp_param_groups
-                for info in (param._module_info for param in group.fsdp_params)
-            ):
-                states[other] = None
-        if not states:
+        managed = [*_fsdp_modules([module])]
+        around = _fsdp_modules_around(module)
+        if around and not all(_covers(managed, p) for p in module.parameters()):
+            # The closest one owns what no unit in the module does, together with its group.
+            owner = min(around, key=lambda m: sum(1 for _ in cast(nn.Module, m).modules()))
+            managed.append(owner)
+        if not managed:
             _without_unit[module] = len(_module_state_mapping)
             return None
-        _initialize(module, list(states))
-        unit = _units[module] = _Unit.of(module, list(states))
+        _initialize(module, managed, around)
+        unit = _units[module] = _Unit.of(module, managed)
     return unit
 
 
-def _all_states() -> list[FSDPState]:
-    """Every FSDP state of this process, in the order in which they were made."""
-    states = dict.fromkeys(ref() for ref in [*_module_state_mapping.values()])
-    return [state for state in states if isinstance(state, FSDPState)]
-
-
-def _initialize(module: nn.Module, states: list[FSDPState]) -> None:
-    """Initialize FSDP as the root's first forward would, where ``module`` is its own root."""
-    if all(state._is_root is not None for state in states):
-        return
+def _fsdp_modules_around(module: nn.Module) -> list[FSDPModule]:
+    """The FSDP modules that contain ``module``, wherever they are."""
     inside = set(module.modules())
-    outside = [m for state in _all_states() for m in state._modules if m not in inside]
-    if isinstance(module, FSDPModule) and not any(
-        module is m for other in outside for m in other.modules()
-    ):
+    return [
+        m
+        for m in [*_module_state_mapping]
+        if isinstance(m, FSDPModule) and m not in inside and any(x is module for x in m.modules())
+    ]
+
+
+def _modules_of(state: FSDPState) -> list[FSDPModule]:
+    """The modules that share ``state``, in the order in which FSDP got them."""
+    return [
+        m
+        for m in [*_module_state_mapping]
+        if isinstance(m, FSDPModule) and m._get_fsdp_state() is state
+    ]
+
+
+def _covers(managed: list[FSDPModule], parameter: nn.Parameter) -> bool:
+    """Whether one of ``managed`` has ``parameter`` among its own."""
+    return any(parameter is p for m in managed for p in cast(nn.Module, m).parameters())
+
+
+def _initialize(module: nn.Module, managed: list[FSDPModule], around: list[FSDPModule]) -> None:
+    """Initialize FSDP as the root's first forward would, where ``module`` is its own root."""
+    # A state has an empty context of its own until its root is initialized.
+    if all(m._get_fsdp_state()._state_ctx.all_states for m in managed):
+        return
+    if isinstance(module, FSDPModule) and not around:
         root = module._get_fsdp_state()
         root._root_pre_forward(module, (), {})
         root._state_ctx.iter_forward_root = None
         return
     raise RuntimeError(
-        f"fsdp_partial_backwards on '{_state_name(states[0])}' before any forward of its FSDP "
+        f"fsdp_partial_backwards on '{_module_name(managed[0])}' before any forward of its FSDP "
         "root: the root's first forward initializes FSDP; run the model before the scope"
     )
 
@@ -747,7 +769,7 @@ def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output
     if not state._modules_to_run_forward:
         return output
     state._modules_to_run_forward.clear()
-    with record_function(f"lifecycle::complete_grouped_forward ({_state_name(state)})"):
+    with record_function(f"lifecycle::complete_grouped_forward ({_module_name(module)})"):
         completed: _Output = state._post_forward(module, (), output)
     return completed
 
@@ -761,7 +783,7 @@ def reset_root(module: nn.Module) -> None:
         RuntimeError: ``module`` is an FSDP module but not the root.
     """
     # torch's reset needs what the root's first forward sets up.
-    if not isinstance(module, FSDPModule) or module._get_fsdp_state()._is_root is None:
+    if not isinstance(module, FSDPModule) or not module._get_fsdp_state()._state_ctx.all_states:
         return
     module.reset_iter_state()
     module.set_manual_backward_finalization(False)
@@ -821,7 +843,7 @@ def preserved_policies(models: Iterable[nn.Module]) -> Iterator[None]:
             policy.restore(group)
         for state, value in automatic:
             state._auto_reshard_after_forward = value
-            if value and state._is_root:
+            if value and state._state_ctx.all_states[:1] == [state]:
                 # Its first forward, which may have been in the block, made it keep its weights.
                 for group in state._fsdp_param_groups:
                     group.post_forward_mesh_info = None
@@ -1037,16 +1059,17 @@ def trainable_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
 
 def release_after_forward(group: FSDPParamGroup) -> None:
     """Release weights as the end of a forward does, by the group's policy."""
-    with group.use_training_state(TrainingState.FORWARD):
-        group.reshard()
+    before, group._training_state = group._training_state, TrainingState.FORWARD
+    group.reshard()
+    group._training_state = before
 
 
 def release_after_backward(group: FSDPParamGroup) -> None:
     """Release weights that were kept, or prefetched and not used."""
-    if group._all_gather_result is not None:
-        group.wait_for_unshard()
-        group.reshard()
-    elif cast(_ObservedGroup, group).observer.holds_weights:
+    was_unsharded = group.is_unsharded
+    group.wait_for_unshard()
+    was_prefetched = group.is_unsharded and not was_unsharded
+    if was_prefetched or cast(_ObservedGroup, group).observer.holds_weights:
         group.reshard()
 
 
@@ -1318,13 +1341,13 @@ class ResidencyMonitor:
     def __enter__(self) -> ResidencyMonitor:
         for group in self._groups:
             # On the instance, so that leaving it is a deletion.
-            group._to_unsharded = self._then_sample(group._to_unsharded)  # type: ignore[method-assign]
+            group.wait_for_unshard = self._then_sample(group.wait_for_unshard)  # type: ignore[method-assign]
             group.post_backward = self._sample_then(group.post_backward)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for group in self._groups:
-            del group._to_unsharded, group.post_backward
+            del group.wait_for_unshard, group.post_backward
 
     def _then_sample(self, method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -1363,10 +1386,10 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return module._get_fsdp_state()._fsdp_param_groups
 
 
-def _state_name(state: FSDPState) -> str:
-    """The FQNs of the modules of ``state``'s group, known after the root's first forward."""
-    fqns = [group._module_fqn for group in state._fsdp_param_groups if group._module_fqn]
-    return fqns[0] if fqns else type(state._modules[0]).__name__.removeprefix("FSDP")
+def _module_name(module: FSDPModule) -> str:
+    """The FQNs of the modules of ``module``'s group, known after the root's first forward."""
+    fqns = [group._module_fqn for group in _groups(module) if group._module_fqn]
+    return fqns[0] if fqns else type(module).__name__.removeprefix("FSDP")
 
 
 def _is_manually_finalized(context: FSDPStateContext[FSDPState]) -> bool:

@@ -57,10 +57,10 @@ import inspect, textwrap
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 context = _fsdp_state.FSDPStateContext
 source = textwrap.dedent(inspect.getsource(context.__init__))
-exec(source.replace("is_last_backward", "is_final_backward"), vars(_fsdp_state))
+exec(source.replace("post_backward_final_callback_queued", "callback_queued"), vars(_fsdp_state))
 context.__init__ = _fsdp_state.__init__
 """,
-        ["MISSING FSDP2: ", "it lacks FSDPStateContext.is_last_backward."],
+        ["MISSING FSDP2: ", "it lacks FSDPStateContext.post_backward_final_callback_queued."],
     ),
     "class": (
         """
