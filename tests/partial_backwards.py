@@ -1058,6 +1058,50 @@ class TestPartialBackwards:
         self.assert_same(s.gradients(model), s.gradients(reference))
         self.assert_clean(model)
 
+    @parametrize("grouping, prefetched", [("grouped", None), ("separate", "norm")])
+    @parametrize("explicit", [False, True])
+    def test_the_outer_backwards_prefetch_comes_with_the_last_chunk(
+        self, grouping, prefetched, explicit
+    ) -> None:
+        """One gather, issued before the last chunk's forward: as late as it can be hidden."""
+        case = Case(grouping=grouping)
+        model, loss_fn = self.build(case, head_reshard_after_forward=True)
+        if explicit:
+            model.lm_head.set_modules_to_backward_prefetch([model.layers["1"]])
+            prefetched = "layers.1"
+        self.step(model, loss_fn, case, 0)
+        model.zero_grad()
+        events: list[str] = []
+        unshard, inner = FSDPParamGroup.unshard, loss_fn.loss_fn
+
+        def spy(group, *args, **kwargs):
+            had = group._all_gather_result is not None
+            unshard(group, *args, **kwargs)
+            if group._all_gather_result is not None and not had:
+                events.append(f"gather {group._module_fqn}")
+
+        def chunk(*args):
+            events.append("chunk")
+            return inner(*args)
+
+        loss_fn.loss_fn = chunk
+        inputs, labels = (
+            t.to(self.device) for t in s.make_batches(1, self.world_size)[0][self.rank]
+        )
+        hidden = model(inputs)
+        with mock.patch.object(FSDPParamGroup, "unshard", spy):
+            loss, _ = loss_fn(hidden, labels)
+            in_scope = len(events)
+            loss.backward()
+        head = "norm, lm_head" if grouping == "grouped" else "lm_head"
+        expected = [f"gather {head}", *["chunk"] * s.NUM_CHUNKS]
+        if prefetched is not None:
+            expected.insert(-1, f"gather {prefetched}")
+        self.assertEqual(events[:in_scope], expected)
+        if prefetched is not None:
+            self.assertEqual(events.count(f"gather {prefetched}"), 1)
+        self.assert_clean(model)
+
     # --- the outer backward, and what a failure leaves -----------------------------------------
 
     @parametrize("grouping", ["grouped", "separate", "tied", "root"])
