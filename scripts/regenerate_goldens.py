@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -117,6 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in jobs:
             if not (CONFIGS / f"{job}.toml").exists():
                 raise GoldenError(f"{job} is no shipped job; {backend} has {jobs_of(backend)}")
+        if not args.check and find_spec("matplotlib") is None:
+            raise GoldenError(
+                "matplotlib, which draws old and new curves, is not installed: pip install "
+                "'titan-lifecycle[plot]', or run this with the environment of make test"
+            )
         if args.check and not (GOLDENS / backend).is_dir():
             raise GoldenError(
                 f"there are no goldens for {backend}; make them on this machine with "
@@ -129,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             failure = check(job, backend) if args.check else regenerate(job, backend, args)
         except GoldenError as error:
             failure = str(error)
+        except Exception as error:  # of any kind: the other jobs take minutes each, and are good
+            failure = f"{job}: {type(error).__name__}: {error}"
         if failure is not None:
             failures.append(failure)
     for failure in failures:

@@ -1,6 +1,7 @@
 """The ``titan-lifecycle`` command."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "train":
             return launch.train(str(path), args.overrides)
         loaded = worker.load(job.read_header(path), args.overrides)
-        print(job.render(loaded))
+        print(job.render(loaded), flush=True)
         lifecycle = getattr(loaded.config, "lifecycle", None)
         if lifecycle is not None and lifecycle.gradient_reduction == "last_microbatch":
             from titan_lifecycle import cost
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobError as error:
         print(f"titan-lifecycle: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Who reads the output has enough, like head. The interpreter flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -30,8 +30,14 @@ class TomlFile:
     def read(cls, path: Path) -> TomlFile:
         """Read and parse ``path``; a file that cannot be read or parsed is a ``JobError``."""
         try:
-            # Line ends are normalized here, as a prefix that ends in a lone CR is no TOML.
-            text = path.read_bytes().decode().replace("\r\n", "\n")
+            if path.exists() and not path.is_file():
+                raise JobError(
+                    f"{path}: not a regular file; every rank reads the job file again, so that it "
+                    "cannot be a folder, a pipe or a device"
+                )
+            # Line ends are normalized here, as a statement that ends in a lone CR is no TOML. Some
+            # editors begin a file with a byte-order mark.
+            text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         except FileNotFoundError:
             raise JobError(f"{path}: no such job file") from None
         except OSError as error:
@@ -44,6 +50,8 @@ class TomlFile:
             raise JobError(
                 f"{path}:{error.lineno}:{error.colno}: TOML syntax: {error.msg}"
             ) from None
+        except RecursionError:
+            raise JobError(f"{path}: values are nested too deeply for a job file") from None
 
     def where(self, key: KeyPath) -> str:
         """``file:line`` of ``key``, or of its nearest ancestor that the file spells out."""
@@ -57,23 +65,49 @@ class TomlFile:
 def _key_lines(text: str) -> dict[KeyPath, int]:
     """The first line of every key.
 
-    tomli keeps no positions, so this asks it which prefixes of the file are complete documents:
-    a key begins right after the last complete prefix without it. (A blank or comment line before
-    it is a complete prefix, too.)
-    Quadratic in the length of the file, hence only run for a message or a rendering.
+    tomli keeps no positions, so this parses one statement at a time: a table's header, or the key
+    that follows, with as many lines as make it complete.
     """
-    lines = text.split("\n")
     found: dict[KeyPath, int] = {}
-    start = 0
-    for end in range(1, len(lines) + 1):
+    table: KeyPath = ()
+    lengths: dict[KeyPath, int] = {}  # of arrays of tables, so far
+    statement: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        statement.append(line)
+        # Only these can end a statement of several lines: each attempt parses all of it.
+        if len(statement) > 1 and not line.rstrip().endswith(("]", "}", '"', "'")):
+            line_without_comment = line.split("#")[0].rstrip()
+            if not line_without_comment.endswith(("]", "}", '"', "'")):
+                continue
         try:
-            document = tomli.loads("\n".join(lines[:end]))
+            document = tomli.loads("\n".join(statement))
         except tomli.TOMLDecodeError:
             continue
-        for key in _keys(document, ()):
-            found.setdefault(key, start + 1)
-        start = end
+        first = number - len(statement) + 1
+        if statement[0].lstrip().startswith("["):
+            table = _enter_table(document, lengths)
+            keys = [table[:length] for length in range(1, len(table) + 1)]
+        else:
+            keys = [table + key for key in _keys(document, ())]
+        for key in keys:
+            found.setdefault(key, first)
+        statement.clear()
     return found
+
+
+def _enter_table(header: dict[str, Any], lengths: dict[KeyPath, int]) -> KeyPath:
+    """The path of the table that a parsed header line opens; ``lengths`` is brought up to date."""
+    path: KeyPath = ()
+    value: Any = header
+    while value:
+        ((name, value),) = value.items()
+        path = (*path, name)
+        if isinstance(value, list):  # [[name]]: another table in the array
+            lengths[path] = lengths.get(path, 0) + 1
+            value = value[0]
+        if path in lengths:
+            path = (*path, lengths[path] - 1)
+    return path
 
 
 def _keys(value: Any, prefix: KeyPath) -> list[KeyPath]:

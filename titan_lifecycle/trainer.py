@@ -97,6 +97,7 @@ class LifecycleTrainer(Trainer):
         config.loss, config.override = _loss_for(config), _override_for(config)
         super().__init__(config)
         self._loss_metrics: dict[str, torch.Tensor] = {}
+        self._step_loss_metrics: dict[str, torch.Tensor] = {}
         if isinstance(self.loss_fn, LifecycleChunkedLoss):
             # Not in its config: an override may have put it there, just now.
             if config.lifecycle.reduction == "coalesced":
@@ -125,7 +126,7 @@ class LifecycleTrainer(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         self._microbatch = 0
         self._collectives.reset()
-        self._step_loss_metrics: dict[str, torch.Tensor] = {}
+        self._step_loss_metrics = {}
         with self._measurements or nullcontext():
             super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):

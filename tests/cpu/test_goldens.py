@@ -128,6 +128,28 @@ def test_a_flipped_bit_fails_the_check(metric, script):
     )
 
 
+def test_a_job_that_fails_leaves_the_others_running(script, monkeypatch):
+    def measure(job, backend):
+        if job == JOB:
+            raise OSError("disk full")
+        return STEPS
+
+    monkeypatch.setattr(goldens, "measure", measure)
+    status, output = script("--job", JOB, "--job", "llama3_hsdp")
+    assert status == 1
+    assert "llama3_hsdp: new golden, 3 steps" in output
+    assert f"FAILED {JOB}: OSError: disk full" in output
+    assert not script.path.exists()
+
+
+def test_what_a_regeneration_needs_is_checked_first(script, monkeypatch):
+    monkeypatch.setattr(goldens, "find_spec", lambda name: None)
+    monkeypatch.setattr(goldens, "measure", lambda job, backend: pytest.fail("it ran"))
+    status, output = script("--job", JOB)
+    assert status == 1
+    assert "matplotlib" in output and "titan-lifecycle[plot]" in output
+
+
 def test_elsewhere_a_check_has_a_tolerance(script):
     script("--job", JOB)
     script.replace("# torch: ", "# torch: 2.14.0 before ")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +51,77 @@ def test_missing_file(tmp_path):
         load_job(tmp_path / "no/x.toml")
 
 
-def test_directory_is_no_job_file(tmp_path):
-    with pytest.raises(JobError, match="cannot read the job file: Is a directory"):
-        load_job(tmp_path)
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (tmp_path, tmp_path / "pipe.toml", Path("/dev/stdin")):
+        with pytest.raises(JobError, match="not a regular file; every rank reads the job file"):
+            read_header(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(write):
+    path = write("")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_header(path).module == "llama3"
+
+
+def test_values_nested_too_deeply(write):
+    path = write("x = " + "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(JobError, match=r"x\.toml: values are nested too deeply"):
+        read_header(path)
+
+
+def test_the_line_of_a_key_in_a_file_of_a_megabyte(write):
+    """One statement is parsed at a time: by prefixes of the file this took minutes."""
+    rows = "".join(f"key{i} = [{i}, # ]\n  {i}]\n" for i in range(40_000))
+    file = read_header(write("[training]\n" + rows)).file
+    assert file.where(("training", "key39999")) == "x.toml:80003"
+
+
+def test_lines_of_keys_in_every_form_of_toml(write):
+    text = """
+[zero]
+a.b = 1
+c = [1, # ]
+  2]
+s = '''
+[no.table]
+x = 1
+'''
+[t]
+"q.r" = { x = { y = 2 } }
+[[arrays]]
+n = 1
+[arrays.sub]
+m = 1
+[[arrays.deep]]
+p = 1
+[[arrays]]
+[[arrays.deep]]
+p = 2 # last
+"""
+    file = read_header(write(text)).file
+    lines = {
+        ("zero", "a", "b"): 6,
+        ("zero", "c"): 7,
+        ("zero", "s"): 9,
+        ("t", "q.r", "x", "y"): 14,
+        ("arrays", 0, "n"): 16,
+        ("arrays", 0, "sub", "m"): 18,
+        ("arrays", 0, "deep", 0, "p"): 20,
+        ("arrays", 1): 21,
+        ("arrays", 1, "deep", 0, "p"): 23,
+        ("arrays", 1, "missing"): 21,
+    }
+    assert {key: file.where(key) for key in lines} == {k: f"x.toml:{n}" for k, n in lines.items()}
+
+
+def test_a_reader_of_the_output_that_has_enough(tmp_path):
+    command = f"{sys.executable} -m titan_lifecycle config llama3_fsdp | head -n 1"
+    run = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "Traceback" not in run.stderr and "BrokenPipe" not in run.stderr
+    assert run.returncode == 0
 
 
 def test_not_utf8(write):
