@@ -1102,6 +1102,45 @@ class TestPartialBackwards:
             self.assertEqual(events.count(f"gather {prefetched}"), 1)
         self.assert_clean(model)
 
+    def test_scopes_on_two_units(self) -> None:
+        """The inner one reduces nothing while the other is open: its gradients are not whole."""
+        case = Case(grouping="separate")
+        model, _ = self.build(case)
+        model.requires_grad_(False)
+        x = s.make_batches(1, self.world_size)[0][self.rank][0].to(self.device)
+        model(x)
+        reset_iteration(model)
+        reference = s.make_model(case, device=self.device)
+        for net in (model, reference):
+            net.norm.requires_grad_(True)
+            net.lm_head.requires_grad_(True)
+        generator = torch.Generator().manual_seed(self.rank)
+        chunks = [torch.randn(1, 4, s.DIM, generator=generator) for _ in range(4)]
+        chunks = [chunk.to(self.device) for chunk in chunks]
+        options = {"outer_backward_follows": False}
+        with (
+            s.Collectives() as collectives,
+            fsdp_partial_backwards(model.norm, **options) as norm_hooks,
+        ):
+            for pair in (chunks[:2], chunks[2:]):
+                with fsdp_partial_backwards(model.lm_head, **options) as hooks:
+                    for i, chunk in enumerate(pair):
+                        if i == 1:
+                            hooks.before_last_forward()
+                            if chunk is chunks[-1]:
+                                norm_hooks.before_last_forward()
+                        hidden = norm_hooks.after_forward(model.norm(chunk))
+                        hooks.after_forward(model.lm_head(hidden)).square().sum().backward()
+                self.assertEqual(collectives.counts["reduce_scatter"], 0)
+        self.assertEqual(collectives.counts["reduce_scatter"], 2)
+        for chunk in chunks:
+            reference.lm_head(reference.norm(chunk)).square().sum().backward()
+        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        for gradient in expected.values():
+            dist.all_reduce(gradient)
+        self.assert_same(s.gradients(model), expected)
+        self.assert_clean(model)
+
     # --- the outer backward, and what a failure leaves -----------------------------------------
 
     @parametrize("grouping", ["grouped", "separate", "tied", "root"])

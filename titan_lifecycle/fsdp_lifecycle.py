@@ -378,12 +378,13 @@ class _Scope(PartialBackwardHooks):
         self._run_backward = run_backward
         self._policies = [(group, GroupPolicy.capture(group)) for group in self._groups]
         self._is_manually_finalized = _is_manually_finalized(context)
-        # Then its own end reduces what this scope leaves pending.
-        self._in_outer_backward = context.post_backward_final_callback_queued is True
+        # Within the outer backward, or a scope on another unit: its end reduces what this scope
+        # leaves pending.
+        self._is_enclosed = context.post_backward_final_callback_queued is not False
         self._outer_backward_follows = outer_backward_follows and not unit.contains_root
         # Decided by flags, not by gradients, so that every rank decides alike.
         self._reduces = (
-            not self._in_outer_backward
+            not self._is_enclosed
             and not self._is_manually_finalized
             and (
                 not self._outer_backward_follows
@@ -409,7 +410,7 @@ class _Scope(PartialBackwardHooks):
                 f"'{self._name}'; call it once, right before the last inner forward"
             )
         self._last_forward_announced = True
-        if self._run_backward and self._outer_backward_follows and not self._in_outer_backward:
+        if self._run_backward and self._outer_backward_follows and not self._is_enclosed:
             self._prefetch_for_outer_backward()
 
     def after_forward(self, output: _Output) -> _Output:
@@ -455,11 +456,12 @@ class _Scope(PartialBackwardHooks):
         if self._observers or spmd.is_type_checking():
             # There is nothing left to gather: it restores types and tells observers.
             for group in self._groups:
+                before = group._training_state
                 group.pre_forward(module, (), {})
-                group._training_state = TrainingState.IDLE
+                group._training_state = before
         self._resting = _RestingHooks(module, unit)
         self._refusal = _RefusesBackward(self._name)
-        if self._context.post_backward_final_callback_queued is False:
+        if not self._is_enclosed:
             cast(Any, self._context).post_backward_final_callback_queued = self._refusal
         _states_in_scope.update(self._states)
         self._is_open = True
@@ -579,6 +581,7 @@ def fsdp_partial_backwards(
     sync on, nothing pending, ``reduction="compatible"``     this scope, then outer  2
     sync on, nothing pending, ``reduction="coalesced"``      the outer backward      1
     the outer backward is under way                          the outer backward      1
+    a scope on another unit of the root encloses this one    as the enclosing one    1
     ``run_backward=False``                                   nobody                  0
     ======================================================== ======================= ==========
 
