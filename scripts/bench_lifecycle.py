@@ -71,13 +71,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
-from titan_lifecycle import report
-from titan_lifecycle.chunked_loss import LifecycleChunkedLoss, LinearCrossEntropyLoss
-from titan_lifecycle.collectives import CollectiveCounter
 from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor, fsdp_partial_backwards
-from titan_lifecycle.invocations import RepeatedUnits, set_repeated_units
-from titan_lifecycle.measurements import StepCost
-from titan_lifecycle.mtp import MTPChunkedLoss
+from titan_lifecycle.fsdp_lifecycle.invocations import RepeatedUnits, set_repeated_units
+from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
+from titan_lifecycle.losses.from_weight import LinearCrossEntropyLoss
+from titan_lifecycle.losses.mtp import MTPChunkedLoss
+from titan_lifecycle.measure import report
+from titan_lifecycle.measure.collectives import CollectiveCounter
+from titan_lifecycle.measure.step_cost import StepCost
 
 PARTS = ("scope", "step", "loss", "mtp", "repeated")
 NUM_CHUNKS = 8
@@ -244,7 +245,7 @@ _STEP_VARIANTS = {
 
 def bench_step(seq_len: int, steps: int, rounds: int) -> dict[str, list[StepCost]]:
     """Every variant once a round, in turn; every other round in reverse."""
-    from titan_lifecycle import job
+    from titan_lifecycle.jobs.shipped import resolve_job
 
     costs: dict[str, list[StepCost]] = {name: [] for name in _STEP_VARIANTS}
     for i in range(rounds):
@@ -258,7 +259,7 @@ def bench_step(seq_len: int, steps: int, rounds: int) -> dict[str, list[StepCost
                 "--dump-folder": folder,
             }
             found = report.compare(
-                str(job.resolve_job(_JOB)),
+                str(resolve_job(_JOB)),
                 [str(word) for option in overrides.items() for word in option],
                 dict(variants),
             )

@@ -163,7 +163,7 @@ def this_backend() -> str:
 
 def jobs_of(backend: str) -> list[str]:
     """The shipped jobs that one machine of this kind runs: debug models, on 4 ranks or on 8."""
-    from titan_lifecycle.job import read_header
+    from titan_lifecycle.jobs.job import read_header
 
     sizes = (4,) if backend == "cpu_gloo" else (4, 8)
     headers = [read_header(path) for path in sorted(CONFIGS.glob("*.toml"))]
@@ -172,7 +172,7 @@ def jobs_of(backend: str) -> list[str]:
 
 def settings(job: str, backend: str) -> tuple[str, ...]:
     """What a golden run changes in its job. On the CPU it is small: `make test` runs them all."""
-    from titan_lifecycle.job import read_header
+    from titan_lifecycle.jobs.job import read_header
 
     if backend != "cpu_gloo":
         return (*COMMON, *GPU)
@@ -228,11 +228,11 @@ def read_metrics(dump_folder: Path) -> dict[int, dict[str, float]]:
 def provenance(job: str, backend: str) -> dict[str, str]:
     import torch
 
-    from titan_lifecycle import worker
-    from titan_lifecycle.job import read_header
+    from titan_lifecycle.jobs.job import read_header
+    from titan_lifecycle.run.load import load
 
     path = CONFIGS / f"{job}.toml"
-    loaded = worker.load(read_header(path), list(settings(job, backend)))
+    loaded = load(read_header(path), list(settings(job, backend)))
     degrees = loaded.config.parallelism
     named = {
         "HSDP": degrees.data_parallel_replicate_degree,

@@ -32,8 +32,8 @@ from titan_lifecycle import (
     fsdp_partial_backwards,
     reset_iteration,
 )
-from titan_lifecycle.chunked_loss import LinearCrossEntropyLoss
 from titan_lifecycle.fsdp_lifecycle import preserved_policies
+from titan_lifecycle.losses.from_weight import LinearCrossEntropyLoss
 
 NUM_MICROBATCHES = 3
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.components.loss import ChunkedLossWrapper
 
-from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
+from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 
 VOCAB, DIM, BATCH, LENGTH = 32, 16, 2, 8
 NUM_CHUNKS = 4

@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
     from titan_lifecycle.fsdp_lifecycle import (
         PartialBackwardHooks,
         complete_fsdp_grouped_forward,
         disable_forward_prefetch_in_backward,
         fsdp_partial_backwards,
     )
-    from titan_lifecycle.invocations import (
+    from titan_lifecycle.fsdp_lifecycle.invocations import (
         register_lifecycle_callbacks,
         set_repeated_units,
     )
+    from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
     from titan_lifecycle.pipeline import (
         observe_split_backwards,
         register_metadata_inference_cleanup,
@@ -41,16 +41,16 @@ __all__ = [
 # Imported on first use: torchtitan picks its device when it is imported, and the CPU backend, like
 # `titan-lifecycle --help`, must come before that.
 _MODULES = {
-    "LifecycleChunkedLoss": "chunked_loss",
+    "LifecycleChunkedLoss": "losses.chunked",
     "PartialBackwardHooks": "fsdp_lifecycle",
     "complete_fsdp_grouped_forward": "fsdp_lifecycle",
     "disable_forward_prefetch_in_backward": "fsdp_lifecycle",
     "fsdp_partial_backwards": "fsdp_lifecycle",
     "observe_split_backwards": "pipeline",
-    "register_lifecycle_callbacks": "invocations",
+    "register_lifecycle_callbacks": "fsdp_lifecycle.invocations",
     "register_metadata_inference_cleanup": "pipeline",
     "reset_iteration": "pipeline",
-    "set_repeated_units": "invocations",
+    "set_repeated_units": "fsdp_lifecycle.invocations",
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_lifecycle import __version__
-from titan_lifecycle.errors import JobError
+from titan_lifecycle.jobs.errors import JobError
 
 _JOB_HELP = "a job file, or the name of a job this package ships"
 _OVERRIDES_HELP = "--section.key value, as torchtitan spells them; they win over the job file"
@@ -45,25 +45,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         from titan_lifecycle import doctor
 
         return doctor.examine(reproduce=not args.quick)
-    from titan_lifecycle import job, launch, worker
+    from titan_lifecycle.jobs import job
+    from titan_lifecycle.jobs.shipped import resolve_job, shipped_jobs
+    from titan_lifecycle.run import launch
+    from titan_lifecycle.run.load import load
 
     try:
         if args.command == "jobs":
-            print("\n".join(sorted(job.shipped_jobs())))
+            print("\n".join(sorted(shipped_jobs())))
             return 0
-        path = job.resolve_job(args.job)
+        path = resolve_job(args.job)
         if args.command == "report":
             # Not above: as a rank, this process settles its device before torchtitan is imported.
-            from titan_lifecycle import report
+            from titan_lifecycle.measure import report
 
             return report.report(str(path), args.overrides, args.json)
         if args.command == "train":
             return launch.train(str(path), args.overrides)
-        loaded = worker.load(job.read_header(path), args.overrides)
+        loaded = load(job.read_header(path), args.overrides)
         print(job.render(loaded), flush=True)
         lifecycle = getattr(loaded.config, "lifecycle", None)
         if lifecycle is not None and lifecycle.gradient_reduction == "last_microbatch":
-            from titan_lifecycle import cost
+            from titan_lifecycle.plan import build as cost
 
             print(f"# {cost.describe(str(path), args.overrides)}")
         return 0

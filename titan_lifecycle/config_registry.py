@@ -15,14 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_lifecycle import cpu_backend
-from titan_lifecycle.job import (
-    check_world_size,
-    load_job,
-    read_header,
-    resolve_job,
-    shipped_jobs,
-)
-from titan_lifecycle.worker import plugin_config
+from titan_lifecycle.jobs.job import read_header
+from titan_lifecycle.jobs.shipped import resolve_job, shipped_jobs
+from titan_lifecycle.run.load import load
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -51,7 +46,5 @@ def _load(path: Path) -> Trainer.Config:
     from titan_lifecycle import data  # it imports torchtitan, for which the device is settled
 
     data.register()
-    job = load_job(header, transform=plugin_config)
-    if "WORLD_SIZE" in os.environ:
-        check_world_size(job, int(os.environ["WORLD_SIZE"]))
-    return job.config
+    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    return load(header, [], world_size=world_size).config

@@ -21,19 +21,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from titan_lifecycle import __version__, cpu_backend
+from titan_lifecycle import __version__, cpu_backend, private_names
 
 __all__ = ["examine"]
 
 _REPRODUCTION_SECONDS = 120
 _VERDICTS = {0: "the gap is closed", 1: "the gap is open"}
-# The modules that rely on private names, what of, and where each lists them.
-_RELYING = (
-    ("fsdp_lifecycle", "FSDP2", "_PRIVATE_NAMES"),
-    ("invocations", "autograd", "PRIVATE_NAMES"),
-    ("pipeline", "pipelining", "PRIVATE_NAMES"),
-    ("trainer", "torchtitan", None),
-)
+# The modules that read private names, and the parts of the list they check at import.
+_READERS = {
+    "fsdp_lifecycle.private": ("FSDP2",),
+    "fsdp_lifecycle.invocations": ("autograd",),
+    "pipeline": ("pipelining",),
+    "losses.chunked": ("losses of torchtitan",),
+    "jobs.job": ("jobs of torchtitan",),
+    "cpu_backend.device": ("device of torchtitan", "CPU backend"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +114,23 @@ def _print_contract() -> bool:
     """Whether everything that relies on private names finds them; prints each."""
     _title("private contract")
     reported: list[str] = []
-    for name, relies_on, table in _RELYING:
+    for name, parts in _READERS.items():
         try:
-            module = import_module(f"titan_lifecycle.{name}")
+            import_module(f"titan_lifecycle.{name}")
+            for part in parts:
+                private_names.check(part)
         except Exception as error:  # whatever a torch of another version makes of an import
             reason = str(error) if isinstance(error, ImportError) else repr(error)
             if reason in reported:
-                _row("not checked", f"{relies_on}: titan_lifecycle.{name} needs the above")
+                _row("not checked", f"{', '.join(parts)}: titan_lifecycle.{name} needs the above")
             else:
                 reported.append(reason)
-                _row("MISSING", f"{relies_on}: {reason}")
+                _row("MISSING", f"{', '.join(parts)}: {reason}")
             continue
-        _row("ok", f"{relies_on}: titan_lifecycle.{name} loads")
-        for cls, names in getattr(module, table).items() if table else ():
-            _row("ok", f"{cls.__name__}: {', '.join(names)}")
+        _row("ok", f"{', '.join(parts)}: titan_lifecycle.{name} loads")
+        for part in parts:
+            for path, names in private_names.PRIVATE_NAMES[part].items():
+                _row("ok", f"{private_names.owner_name(path)}: {', '.join(names)}")
     return not reported
 
 

@@ -18,8 +18,8 @@ from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config.override import OverrideConfig, derive, override
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
-from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
-from titan_lifecycle.mtp import MTPChunkedLoss
+from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
+from titan_lifecycle.losses.mtp import MTPChunkedLoss
 
 __all__ = ["CHUNKED_MTP_LOSS", "chunked_loss", "chunked_mtp_loss", "imported", "lifecycle_loss"]
 

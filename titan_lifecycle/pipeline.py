@@ -30,14 +30,13 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.profiler import record_function
 
+from titan_lifecycle import private_names
 from titan_lifecycle.fsdp_lifecycle import (
     ProbeGuard,
     groups_with_pending_gradients,
-    missing_names,
     reset_root,
-    unsupported_torch,
 )
-from titan_lifecycle.invocations import part_of_backward
+from titan_lifecycle.fsdp_lifecycle.invocations import part_of_backward
 
 __all__ = [
     "lifecycle_pipelining_fn",
@@ -59,26 +58,7 @@ _RUNTIME_STATE = (
     "unsharded_stages",
 )
 
-PRIVATE_NAMES: dict[type, tuple[str, ...]] = {
-    _PipelineStageBase: (
-        "_gradient_reduction_handle",
-        "backward_state",
-        "dw_runner",
-    ),
-    PipelineStage: (
-        "_inference_mode",
-        "_post_metadata_inference_cleanup",
-        "_pre_metadata_inference_backup",
-    ),
-    _PipelineSchedule: ("_has_backward", "_internal_losses"),
-    PipelineScheduleSingle: ("_stage",),
-    PipelineScheduleMulti: ("_stages",),
-    _PipelineScheduleRuntime: _RUNTIME_STATE,
-}
-
-if missing := missing_names(PRIVATE_NAMES):
-    raise ImportError(unsupported_torch(f"it lacks {', '.join(missing)}", "pipelining"))
-
+private_names.check("pipelining")
 
 _registered: weakref.WeakSet[PipelineStage | _PipelineSchedule] = weakref.WeakSet()
 _observed: weakref.WeakSet[_PipelineStageBase] = weakref.WeakSet()

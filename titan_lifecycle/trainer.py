@@ -22,18 +22,17 @@ from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
-from titan_lifecycle.collectives import CollectiveCounter
-from titan_lifecycle.cost import sentence
 from titan_lifecycle.fsdp_lifecycle import (
     disable_forward_prefetch_in_backward,
     preserved_policies,
     unsharded_gradient_bytes,
 )
-from titan_lifecycle.invocations import set_repeated_units
-from titan_lifecycle.measurements import StepMeasurements
-from titan_lifecycle.metrics import job_loss_rank
-from titan_lifecycle.mtp import MTPChunkedLoss, return_hidden_states
+from titan_lifecycle.fsdp_lifecycle.invocations import set_repeated_units
+from titan_lifecycle.jobs.topology import loss_rank
+from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
+from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
+from titan_lifecycle.measure.collectives import CollectiveCounter
+from titan_lifecycle.measure.step_cost import StepMeasurements, deferred_gradients
 from titan_lifecycle.overrides import CHUNKED_MTP_LOSS, imported, lifecycle_loss
 from titan_lifecycle.pipeline import (
     observe_split_backwards,
@@ -149,8 +148,10 @@ class LifecycleTrainer(Trainer):
     def train(self) -> None:
         super().train()
         self._add_summary_rows()
-        world_size = dist.get_world_size()
-        if self._measurements and dist.get_rank() == job_loss_rank(self.config, world_size):
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        dims = self.parallel_dims
+        has_loss = dist.get_rank() == loss_rank(dims.world_size, dims.pp, schedule)
+        if self._measurements and has_loss:
             self._measurements.write(
                 Path(self.config.lifecycle.report_file or ""),
                 collectives=self._collectives.counts,
@@ -234,7 +235,7 @@ class LifecycleTrainer(Trainer):
     def _log_cost(self) -> None:
         lifecycle = self.config.lifecycle
         if lifecycle.gradient_reduction == "last_microbatch":
-            logger.info(sentence(unsharded_gradient_bytes(self.model_parts)))
+            logger.info(deferred_gradients(unsharded_gradient_bytes(self.model_parts)))
 
     def _collective_metrics(self) -> dict[str, int]:
         counts = self._collectives.counts

@@ -1,6 +1,6 @@
 """A rank that trains and validates, and checks FSDP's state after each validation.
 
-Run it as titan_lifecycle.worker: ``torchrun ... checked_validation.py JOB.toml [overrides]``.
+Run it as titan_lifecycle.run.worker: ``torchrun ... checked_validation.py JOB.toml [overrides]``.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402  # after the device 
 from torchtitan.components.validate import Validator  # noqa: E402
 
 from tests import scenarios as s  # noqa: E402
-from titan_lifecycle.worker import main  # noqa: E402
+from titan_lifecycle.run.worker import main  # noqa: E402
 
 validate = Validator.validate
 

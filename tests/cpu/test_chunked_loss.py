@@ -26,7 +26,7 @@ from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_trace
 
 from tests import scenarios as s
 from titan_lifecycle import LifecycleChunkedLoss
-from titan_lifecycle.chunked_loss import HeadWeightLoss, LinearCrossEntropyLoss
+from titan_lifecycle.losses.from_weight import HeadWeightLoss, LinearCrossEntropyLoss
 
 BATCH, DIM, VOCAB = 2, 8, 32
 

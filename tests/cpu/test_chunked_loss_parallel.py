@@ -28,7 +28,7 @@ from tests import scenarios as s
 from tests.ranks import GlooTest
 from tests.scenarios import Case
 from titan_lifecycle import LifecycleChunkedLoss
-from titan_lifecycle.chunked_loss import HeadWeightLoss, LinearCrossEntropyLoss
+from titan_lifecycle.losses.from_weight import HeadWeightLoss, LinearCrossEntropyLoss
 
 BATCH, DIM, VOCAB = 2, 8, 32
 EVEN = {"num_chunks": 4}

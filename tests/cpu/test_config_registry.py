@@ -3,7 +3,7 @@
 import pytest
 
 from titan_lifecycle import config_registry, cpu_backend
-from titan_lifecycle.errors import JobError
+from titan_lifecycle.jobs.errors import JobError
 
 JOB = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[training]\nsteps = 3\n'
 
@@ -33,7 +33,7 @@ def test_path_through_torchtitan(job_file, accelerator):
 
 
 def test_shipped_stem_through_torchtitan(job_file, accelerator, monkeypatch):
-    monkeypatch.setattr("titan_lifecycle.job.shipped_jobs", lambda: {"mine": job_file})
+    monkeypatch.setattr("titan_lifecycle.jobs.shipped.shipped_jobs", lambda: {"mine": job_file})
     assert parse("--config", "mine").training.steps == 3
 
 
@@ -61,7 +61,7 @@ def test_dunder_names_are_attribute_errors():
 
 def test_dir_lists_the_shipped_jobs(job_file, monkeypatch):
     monkeypatch.setattr(config_registry, "shipped_jobs", lambda: {"mine": job_file})
-    monkeypatch.setattr("titan_lifecycle.job.shipped_jobs", lambda: {"mine": job_file})
+    monkeypatch.setattr("titan_lifecycle.jobs.shipped.shipped_jobs", lambda: {"mine": job_file})
     # The filter of torchtitan's "Available config functions".
     available = [
         name

@@ -29,7 +29,7 @@ def test_importing_the_package_changes_nothing():
     run_python("""
 import sys, torch
 before = dict(vars(torch.cpu))
-import titan_lifecycle, titan_lifecycle.cpu_backend, titan_lifecycle.cli, titan_lifecycle.worker
+import titan_lifecycle, titan_lifecycle.cpu_backend, titan_lifecycle.cli, titan_lifecycle.run.worker
 assert not any(name.split(".")[0] == "torchtitan" for name in sys.modules)
 assert vars(torch.cpu) == before
 import torchtitan.tools.utils as utils
@@ -87,8 +87,8 @@ del utils.get_peak_flops
 from titan_lifecycle import cpu_backend
 try:
     cpu_backend.activate()
-except RuntimeError as error:
-    assert "relies on torchtitan.tools.utils.get_peak_flops" in str(error), error
+except ImportError as error:
+    assert "it lacks torchtitan.tools.utils.get_peak_flops" in str(error), error
 else:
     raise AssertionError("not refused")
 """)
@@ -205,7 +205,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.models.common import Linear
-from titan_lifecycle.cpu_backend import _draw_whole_parameters
+from titan_lifecycle.cpu_backend.parameters import _draw_whole_parameters
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
 config = Linear.Config(in_features=3, out_features=4, param_init={param_init})

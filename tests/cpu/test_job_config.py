@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_lifecycle import job, moved, overlay
-from titan_lifecycle.errors import JobError
-from titan_lifecycle.job import check_world_size, load_job, read_header, render, resolve_job
-from titan_lifecycle.render import toml
+from titan_lifecycle.jobs import overlay
+from titan_lifecycle.jobs import renamed_keys as moved
+from titan_lifecycle.jobs import shipped as shipped_files
+from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.job import load_job, read_header, render
+from titan_lifecycle.jobs.render_toml import toml
+from titan_lifecycle.jobs.shipped import resolve_job
 
 HEADER = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
 OVERRIDE = "torchtitan.overrides.fused_swiglu.fused_swiglu"
@@ -189,7 +192,7 @@ def test_header_defaults(write):
 
 def test_header_needs_no_torchtitan(write):
     code = (
-        "import sys; from titan_lifecycle.job import read_header; read_header('x.toml'); "
+        "import sys; from titan_lifecycle.jobs.job import read_header; read_header('x.toml'); "
         "assert not {'torch', 'torchtitan'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=write("").resolve().parent)
@@ -550,14 +553,14 @@ def test_command_line_repairs_the_file(write):
 )
 def test_degrees(write, degrees, world_size, message):
     with pytest.raises(JobError) as caught:
-        check_world_size(load_job(write(f"[parallelism]\n{degrees}\n")), world_size)
+        load_job(write(f"[parallelism]\n{degrees}\n"), world_size=world_size)
     assert str(caught.value) == message
 
 
 def test_expert_degree(write):
     text = "[training]\ndisable_cuda_graphs = true\n[parallelism]\nexpert_parallel_degree = 3\n"
     with pytest.raises(JobError) as caught:
-        check_world_size(load_job(write(text)), 4)
+        load_job(write(text), world_size=4)
     assert str(caught.value) == (
         "x.toml: expert_parallel_degree 3 (x.toml:7) must divide data_parallel_shard_degree 4 x "
         "context_parallel_degree 1 x tensor_parallel_degree 1 = 4"
@@ -566,8 +569,8 @@ def test_expert_degree(write):
 
 def test_degrees_that_fit(write):
     text = "data_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\n"
-    loaded = load_job(write(f"[parallelism]\n{text}"))
-    check_world_size(loaded, 8)
+    loaded = load_job(write(f"[parallelism]\n{text}"), world_size=8)
+    assert (loaded.world_size, loaded.loss_rank, loaded.num_pipeline_stages) == (8, 0, 1)
     # The leftover degree stays -1 in the config: torchtitan resolves it in the worker.
     assert loaded.config.parallelism.data_parallel_shard_degree == -1
 
@@ -895,7 +898,7 @@ def test_param_group_with_a_key_missing(error_of):
 
 
 def test_package_prefix(write):
-    package = Path(overlay.__file__).parent
+    package = shipped_files.PACKAGE
     text = 'hf_assets_path = "{package}/assets/tokenizer"\n' + HEADER
     text += "[optimizer.optimizer_factory_kwargs_by_name.AdamW]\n"
     text += 'files = ["{package}/a", "{other}/b"]\n'
@@ -903,6 +906,20 @@ def test_package_prefix(write):
     assert config.hf_assets_path == str(package / "assets/tokenizer")
     kwargs = config.optimizer.optimizer_factory_kwargs_by_name["AdamW"]
     assert kwargs == {"files": [str(package / "a"), "{other}/b"]}
+
+
+def test_class_paths_of_earlier_releases_load(write):
+    """What `titan-lifecycle config` has printed as `type`, before the modules were moved."""
+    for old, new in moved.RENAMED_CLASSES.items():
+        if old.endswith("MetricsProcessor"):
+            config = load_job(write(f'[metrics]\ntype = "{old}"\n')).config.metrics
+        else:
+            text = f'[loss]\ntype = "{old}"\n'
+            if old.endswith("MTPChunkedLoss"):
+                text += '[loss.loss_fn]\ntype = "torchtitan.models.deepseek_v3.mtp.MTPLoss"\n'
+            config = load_job(write(text)).config.loss
+        module, _, name = new.rpartition(".")
+        assert (type(config).__module__, type(config)._owner.__name__) == (module, name)
 
 
 # Rendering
@@ -1009,7 +1026,7 @@ def test_values_toml_cannot_express():
 def test_resolve_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shipped = {"llama3_fsdp": tmp_path / "configs/llama3_fsdp.toml"}
-    monkeypatch.setattr(job, "shipped_jobs", lambda: shipped)
+    monkeypatch.setattr(shipped_files, "shipped_jobs", lambda: shipped)
     (tmp_path / "mine.toml").write_text(HEADER)
     assert resolve_job("mine.toml") == Path("mine.toml")
     assert resolve_job("llama3_fsdp") == shipped["llama3_fsdp"]
@@ -1025,8 +1042,8 @@ def test_shipped_jobs_lie_beside_or_in_the_package(tmp_path, monkeypatch):
     for folder in (tmp_path / "configs", package / "configs"):
         folder.mkdir(parents=True)
         (folder / "a.toml").write_text(HEADER)
-    monkeypatch.setattr(job, "__file__", str(package / "job.py"))
-    assert job.shipped_jobs() == {"a": package / "configs/a.toml"}
+    monkeypatch.setattr(shipped_files, "PACKAGE", package)
+    assert shipped_files.shipped_jobs() == {"a": package / "configs/a.toml"}
     (package / "configs/a.toml").unlink()
     (package / "configs").rmdir()
-    assert job.shipped_jobs() == {"a": tmp_path / "configs/a.toml"}
+    assert shipped_files.shipped_jobs() == {"a": tmp_path / "configs/a.toml"}

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cpu.conftest import SMALL, environment, left_running
-from titan_lifecycle import launch, metrics, worker
-from titan_lifecycle.errors import JobError
+from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.topology import loss_rank
+from titan_lifecycle.run import launch
+from titan_lifecycle.run.slurm import first_host, launched_from_outside, use_slurm_environment
 
 JOB = """
 hf_assets_path = "{package}/assets/tokenizer"
@@ -144,7 +146,7 @@ def test_the_first_failure_is_the_one_others_follow_from(first, failures):
     ],
 )
 def test_the_loss_is_on_the_first_rank_of_the_last_stage(world_size, degree, schedule, rank):
-    assert metrics.loss_rank(world_size, degree, schedule) == rank
+    assert loss_rank(world_size, degree, schedule) == rank
 
 
 @pytest.fixture
@@ -168,8 +170,8 @@ def slurm(monkeypatch):
 def test_a_slurm_task_is_a_rank(slurm):
     import os
 
-    assert worker.launched_from_outside()
-    worker.use_slurm_environment()
+    assert launched_from_outside()
+    use_slurm_environment()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[name] for name in names] == ["11", "16", "3", "gpu07", "23456"]
 
@@ -178,7 +180,7 @@ def test_a_slurm_task_is_a_rank(slurm):
 def test_a_batch_script_or_a_shell_is_none(change, slurm):
     for name, value in change.items():
         slurm.delenv(name) if value is None else slurm.setenv(name, value)
-    assert not worker.launched_from_outside()
+    assert not launched_from_outside()
 
 
 @pytest.mark.parametrize(
@@ -192,19 +194,19 @@ def test_a_batch_script_or_a_shell_is_none(change, slurm):
     ],
 )
 def test_the_first_host_of_a_node_list(nodelist, host):
-    assert worker.first_host(nodelist) == host
+    assert first_host(nodelist) == host
 
 
 def test_a_node_list_that_is_none():
     with pytest.raises(JobError, match="SLURM_JOB_NODELIST = ''"):
-        worker.first_host("")
+        first_host("")
 
 
 def test_a_rank_leaves_without_finalizing_the_interpreter(tmp_path):
     """There, a thread of a process group that outlived it was seen to abort a finished rank."""
     program = (
         "import os, sys\n"
-        "from titan_lifecycle import worker\n"
+        "from titan_lifecycle.run import worker\n"
         "class Aborts:\n"
         "    def __del__(self, abort=os.abort): abort()\n"
         "kept = Aborts()\n"

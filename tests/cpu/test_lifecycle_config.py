@@ -1,5 +1,6 @@
 """The plugin's configs: ``[lifecycle]``, the override, and what is refused."""
 
+import ast
 import subprocess
 import sys
 
@@ -11,7 +12,9 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from tests.cpu.conftest import CONFIGS, environment
-from titan_lifecycle import LifecycleChunkedLoss, fsdp_lifecycle
+from titan_lifecycle import LifecycleChunkedLoss, private_names
+from titan_lifecycle.fsdp_lifecycle.private import FSDPState
+from titan_lifecycle.jobs.shipped import PACKAGE
 from titan_lifecycle.trainer import LifecycleTrainer, lifecycle_config
 
 OVERRIDE = "titan_lifecycle.overrides.chunked_loss"
@@ -123,8 +126,52 @@ def test_config_states_what_deferring_costs(job, num_bytes, groups):
 
 
 def test_a_torch_of_another_contract_is_named(monkeypatch):
-    assert fsdp_lifecycle.missing_private_names() == []
-    monkeypatch.delattr(fsdp_lifecycle.FSDPState, "_post_forward")
-    assert fsdp_lifecycle.missing_private_names() == ["FSDPState._post_forward"]
+    for part in private_names.PRIVATE_NAMES:
+        assert private_names.missing(part) == []
+    monkeypatch.delattr(FSDPState, "_post_forward")
+    assert private_names.missing("FSDP2") == ["FSDPState._post_forward"]
     with pytest.raises(ImportError, match=r"lacks FSDPState\._post_forward\. Supported are torch"):
-        fsdp_lifecycle._check_private_contract()
+        private_names.check("FSDP2")
+
+
+def test_every_private_name_that_is_read_is_declared():
+    """Names that begin with an underscore and are not this package's own, wherever it reads one."""
+    declared = {
+        name.rpartition(".")[2]
+        for owners in private_names.PRIVATE_NAMES.values()
+        for path, names in owners.items()
+        for name in (path, *names, path.partition(":")[2])
+    }
+    own, read = set(), {}
+    sources = [(f, ast.parse(f.read_text())) for f in sorted(PACKAGE.rglob("*.py"))]
+    for file, tree in sources:
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    own.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(attr=name, value=ast.Name(id="self"), ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(attr=name):
+                    read.setdefault(name, file.name)
+                case ast.ImportFrom(module=str(module)) if module.startswith(("torch", "spmd")):
+                    for alias in node.names:
+                        if "._" in module:
+                            read.setdefault(f"_.{alias.name}", file.name)
+                        read.setdefault(alias.name, file.name)
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr"),
+                    args=[_, ast.Constant(value=str(name)), *_],
+                ):
+                    read.setdefault(name, file.name)
+    private = {
+        name: file
+        for name, file in read.items()
+        if name.startswith("_") and not name.startswith("__") and name not in own
+    }
+    python = {"_exit", "_getframe", "_C", "_autograd"}  # of os and sys; the owners of others
+    undeclared = {
+        name: file for name, file in private.items() if name.removeprefix("_.") not in declared
+    }
+    assert undeclared.keys() <= python, undeclared

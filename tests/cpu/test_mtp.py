@@ -36,9 +36,9 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss, apply_fsdp_to_mtp_decoder
 from tests import scenarios as s
 from tests.cpu.conftest import runner
 from tests.ranks import GlooTest
-from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
-from titan_lifecycle.collectives import CollectiveCounter
-from titan_lifecycle.mtp import MTPChunkedLoss, return_hidden_states
+from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
+from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
+from titan_lifecycle.measure.collectives import CollectiveCounter
 from titan_lifecycle.overrides import CHUNKED_MTP_LOSS
 from titan_lifecycle.trainer import LifecycleConfig, LifecycleTrainer, _loss_for, lifecycle_config
 

@@ -1,6 +1,6 @@
-"""Where the job-file keys of torchtitan 0.2 went in 0.3.
+"""Names in job files that have changed: torchtitan's keys of 0.2, and classes of this package.
 
-Consulted only for a key that the loaded config does not have, so it can never shadow one.
+The keys are consulted only for one that the loaded config does not have: none is shadowed.
 """
 
 from __future__ import annotations
@@ -81,6 +81,18 @@ REPLACED: dict[str, str] = {
     "experimental": "set override.imports, or [job] module for a config class of your own",
 }
 """Old dotted key, or section, without a one-to-one successor: what to do instead."""
+
+RENAMED_CLASSES: dict[str, str] = {
+    f"titan_lifecycle.{old}": f"titan_lifecycle.{new}"
+    for old, new in {
+        "chunked_loss.LifecycleChunkedLoss": "losses.chunked.LifecycleChunkedLoss",
+        "chunked_loss.LinearCrossEntropyLoss": "losses.from_weight.LinearCrossEntropyLoss",
+        "metrics.SummaryMetricsProcessor": "measure.summary.SummaryMetricsProcessor",
+        "mtp.AlignedMTPLoss": "losses.mtp.AlignedMTPLoss",
+        "mtp.MTPChunkedLoss": "losses.mtp.MTPChunkedLoss",
+    }.items()
+}
+"""Import paths that ``titan-lifecycle config`` once printed as ``type``, and today's."""
 
 
 def pointer(dotted: str) -> str | None:

@@ -1,7 +1,8 @@
 """Errors meant for the person who wrote the job file or the command line."""
 
+import difflib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -31,3 +32,9 @@ def attempt(action: Callable[[], _T], failed: str) -> _T:
         raise JobError(
             f"{failed}: {type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
         ) from error
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: ``; did you mean 'x'?`` or just a stop."""
+    match = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean '{match[0]}'?" if match else "."

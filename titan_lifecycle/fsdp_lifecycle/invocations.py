@@ -30,7 +30,7 @@ checkpoint is itself that node). So the pending invocation with the largest sequ
 that node's lies in the segment, and the n-th recomputed call of a unit is its n-th in there. Where
 checkpoints are nested that may fail; what is left then is the last invocation not complete.
 
-How FSDP2 is listened to: [Note: Observed trees] in ``fsdp_lifecycle``.
+How FSDP2 is listened to: [Note: Observed trees] in ``observed``.
 """
 
 from __future__ import annotations
@@ -52,23 +52,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from titan_lifecycle.fsdp_lifecycle import (
+from titan_lifecycle import private_names
+from titan_lifecycle.fsdp_lifecycle.observed import (
     GroupObserver,
     TreeObserver,
-    group_fqn,
     group_observer,
     is_group_manually_finalized,
     leave_prefetch_order,
-    missing_names,
     observe,
     release_after_backward,
     release_after_forward,
     repeat_post_backward,
-    trainable_parameters,
     tree_observer,
     tree_observer_of,
-    unsupported_torch,
 )
+from titan_lifecycle.fsdp_lifecycle.private import group_fqn, trainable_parameters
 
 __all__ = [
     "RepeatedUnits",
@@ -79,14 +77,7 @@ __all__ = [
 RepeatedUnits = Literal["release", "retain"]
 """What happens to a unit's gathered weights between its invocations in one forward or backward."""
 
-# Of autograd; FSDP2's are with ``fsdp_lifecycle``.
-PRIVATE_NAMES: dict[Any, tuple[str, ...]] = {
-    torch._C: ("_current_autograd_node", "_current_graph_task_id", "_will_engine_execute_node"),
-    torch._C._autograd: ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
-}
-
-if missing := missing_names(PRIVATE_NAMES):
-    raise ImportError(unsupported_torch(f"it lacks {', '.join(missing)}", "autograd"))
+private_names.check("autograd")
 
 
 PreBackward = Callable[[str, int], None]

@@ -21,7 +21,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
 from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss, roll_mtp_sequence
 
-from titan_lifecycle.chunked_loss import LifecycleChunkedLoss
+from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 
 __all__ = ["AlignedMTPLoss", "MTPChunkedLoss", "return_hidden_states"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli
 
-from titan_lifecycle.errors import JobError
+from titan_lifecycle.jobs.errors import JobError
 
 KeyPath = tuple[str | int, ...]
 """Keys from the document's root down; an int is the position in an array of tables."""

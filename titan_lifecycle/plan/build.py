@@ -1,18 +1,19 @@
 """What ``gradient_reduction = "last_microbatch"`` costs a rank, from the job's real FSDP groups.
 
-``python -m titan_lifecycle.cost JOB.toml [--section.key value]`` shards the job's model as the
-trainer would, on the meta device and with torchtitan's fake process group, so that it needs neither
-memory nor other ranks. A process of its own, because both settle global state.
+``python -m titan_lifecycle.plan.build JOB.toml [--section.key value]`` shards the job's model as
+the trainer would, on the meta device and with torchtitan's fake process group, so that it needs
+neither memory nor other ranks. It is a process of its own, because both settle global state.
 """
 
 import json
-import math
 import subprocess
 import sys
 
 from titan_lifecycle import cpu_backend
-from titan_lifecycle.errors import JobError
-from titan_lifecycle.job import read_header
+from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.job import read_header
+from titan_lifecycle.measure.step_cost import deferred_gradients
+from titan_lifecycle.run.load import load
 
 
 def describe(path: str, overrides: list[str]) -> str:
@@ -22,7 +23,7 @@ def describe(path: str, overrides: list[str]) -> str:
         JobError: The model could not be sharded as the job says.
     """
     run = subprocess.run(
-        [sys.executable, "-m", "titan_lifecycle.cost", path, *overrides],
+        [sys.executable, "-m", "titan_lifecycle.plan.build", path, *overrides],
         capture_output=True,
         text=True,
         check=False,
@@ -31,15 +32,7 @@ def describe(path: str, overrides: list[str]) -> str:
         reason = run.stderr.strip().splitlines()[-1:] or ["no output"]
         raise JobError(f"{path}: cannot shard the model as the job says: {reason[0]}")
     sizes: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
-    return sentence(sizes)
-
-
-def sentence(bytes_per_group: dict[str, int]) -> str:
-    return (
-        f"gradient_reduction = last_microbatch keeps {sum(bytes_per_group.values()):,} bytes of "
-        f"unsharded gradients in {len(bytes_per_group)} FSDP groups on this rank between "
-        "microbatches"
-    )
+    return deferred_gradients(sizes)
 
 
 def unsharded_gradients(path: str, overrides: list[str]) -> dict[str, int]:
@@ -56,29 +49,14 @@ def unsharded_gradients(path: str, overrides: list[str]) -> dict[str, int]:
     from torchtitan.tools.utils import device_type
 
     from titan_lifecycle.fsdp_lifecycle import unsharded_gradient_bytes
-    from titan_lifecycle.metrics import job_loss_rank
-    from titan_lifecycle.worker import load
 
-    config = load(header, overrides).config
+    job = load(header, overrides)
+    config, degrees = job.config, job.config.parallelism
     if on_cpu:
-        config = cpu_backend.adapt(config)
-    degrees = config.parallelism
-    # Of a job for several nodes [job] names one node's processes.
-    world_size = max(
-        header.nproc_per_node,
-        math.prod(
-            (
-                degrees.data_parallel_replicate_degree,
-                max(degrees.data_parallel_shard_degree, 1),
-                degrees.tensor_parallel_degree,
-                degrees.context_parallel_degree,
-                degrees.pipeline_parallel_degree,
-            )
-        ),
-    )
-    init_fake_mode(world_size, rank=job_loss_rank(config, world_size))
+        cpu_backend.adapt(config)
+    init_fake_mode(job.world_size, rank=job.loss_rank)
     set_spmd_backend(degrees.spmd_backend)
-    parallel_dims = ParallelDims.from_config(degrees, world_size)
+    parallel_dims = ParallelDims.from_config(degrees, job.world_size)
     spec = config.model_spec
     spec.model.update_from_config(config=config)
     if config.override.imports:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import json
@@ -37,9 +36,10 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from titan_lifecycle.errors import JobError, attempt
-from titan_lifecycle.moved import pointer
-from titan_lifecycle.toml_file import KeyPath
+from titan_lifecycle.jobs.errors import JobError, attempt, nearest
+from titan_lifecycle.jobs.renamed_keys import RENAMED_CLASSES, pointer
+from titan_lifecycle.jobs.shipped import PACKAGE
+from titan_lifecycle.jobs.toml_file import KeyPath
 
 _T = TypeVar("_T")
 _UNSET = object()
@@ -144,12 +144,6 @@ def module_exists(name: str) -> bool:
     return True
 
 
-def nearest(word: str, words: collections.abc.Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: ``; did you mean 'x'?`` or just a stop."""
-    match = difflib.get_close_matches(word, list(words), n=1)
-    return f"; did you mean '{match[0]}'?" if match else "."
-
-
 class _Overlay:
     def __init__(self, root: Any, where: Callable[[KeyPath], str]) -> None:
         self.root = root
@@ -249,7 +243,7 @@ class _Overlay:
 
     def import_path(self, name: str, hint: Any, path: KeyPath) -> Any:
         """The object at a dotted path; the path may go through nested classes."""
-        parts = name.split(".")
+        parts = RENAMED_CLASSES.get(name, name).split(".")
         for end in range(len(parts) - 1, 0, -1):
             module_name = ".".join(parts[:end])
             failed = f"{self.where(path)}: '{module_name}' exists but failed to import"
@@ -398,7 +392,7 @@ def _item_class(hint: Any) -> Any:
 
 def _expand(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(_PACKAGE_PREFIX):
-        return str(Path(__file__).parent / value.removeprefix(_PACKAGE_PREFIX))
+        return str(PACKAGE / value.removeprefix(_PACKAGE_PREFIX))
     if isinstance(value, list):
         return [_expand(item) for item in value]
     if isinstance(value, dict):

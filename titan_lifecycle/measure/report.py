@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from titan_lifecycle.errors import JobError
-from titan_lifecycle.measurements import StepCost
+from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.measure.step_cost import StepCost
 
 # torchtitan's own trainer reduces every microbatch and knows no other policy.
 STOCK = (

@@ -16,23 +16,10 @@ from torchtitan.trainer import Trainer
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-# Their last stage is on pipeline rank 0, where the first is too.
-_V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+from titan_lifecycle import private_names
+from titan_lifecycle.jobs.topology import V_SCHEDULES, loss_rank
 
-
-def loss_rank(world_size: int, pipeline_parallel_degree: int, schedule: str) -> int:
-    """The global rank that reports the loss: the first one that holds the last stage."""
-    if schedule in _V_SCHEDULES:
-        return 0
-    return world_size // pipeline_parallel_degree * (pipeline_parallel_degree - 1)
-
-
-def job_loss_rank(config: Trainer.Config, world_size: int) -> int:
-    """`loss_rank` of a loaded job."""
-    parallelism = config.parallelism
-    return loss_rank(
-        world_size, parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    )
+private_names.check("jobs of torchtitan")
 
 
 def use_summary(config: Trainer.Config) -> Trainer.Config:
@@ -57,7 +44,7 @@ class SummaryMetricsProcessor(MetricsProcessor):
         # the two V schedules by name.
         super().__init__(
             config,
-            pp_schedule="ZBVZeroBubble" if pp_schedule in _V_SCHEDULES else pp_schedule,
+            pp_schedule="ZBVZeroBubble" if pp_schedule in V_SCHEDULES else pp_schedule,
             **kwargs,
         )
         if not sys.stdout.isatty():

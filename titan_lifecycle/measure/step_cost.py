@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch.nn as nn
 
-from titan_lifecycle.collectives import CollectiveCounts
 from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor
+from titan_lifecycle.measure.collectives import CollectiveCounts
 
-__all__ = ["StepCost", "StepMeasurements"]
+__all__ = ["StepCost", "StepMeasurements", "deferred_gradients"]
 
 _MEASURED_FOR_RESIDENCY = 1
 
@@ -92,3 +92,12 @@ class StepMeasurements:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(cost), indent=2) + "\n")
         return cost
+
+
+def deferred_gradients(bytes_per_group: dict[str, int]) -> str:
+    """What deferring the reduction keeps alive, as a sentence, from the bytes of each group."""
+    return (
+        f"gradient_reduction = last_microbatch keeps {sum(bytes_per_group.values()):,} bytes of "
+        f"unsharded gradients in {len(bytes_per_group)} FSDP groups on this rank between "
+        "microbatches"
+    )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from titan_lifecycle import overlay
+from titan_lifecycle.jobs import overlay
 
 REGISTRY = "registry"
 """The source of a value that nothing was laid over."""

@@ -1,4 +1,4 @@
-"""One rank of a training job: ``python -m titan_lifecycle.worker JOB.toml [--section.key value]``.
+"""One rank of a job: ``python -m titan_lifecycle.run.worker JOB.toml [--section.key value]``.
 
 The same code runs under the package's own launcher, under torchrun and as a task of ``srun``. It
 needs the environment a launcher gives to each process (``RANK``, ``WORLD_SIZE``, ...).
@@ -17,46 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_lifecycle import cpu_backend
-from titan_lifecycle.errors import JobError
-from titan_lifecycle.job import Job, JobHeader, check_world_size, load_job, read_header
+from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.job import Job, read_header
+from titan_lifecycle.run.load import load
+from titan_lifecycle.run.slurm import use_slurm_environment
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-# Set by titan_lifecycle.launch for the processes it starts.
+# Set by titan_lifecycle.run.launch for the processes it starts.
 LAUNCHED = "TITAN_LIFECYCLE_LAUNCHED"
-
-
-def launched_from_outside() -> bool:
-    """Whether torchrun or srun has started this process as one of several ranks."""
-    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _is_slurm_task()
-
-
-def _is_slurm_task() -> bool:
-    # A batch script and a shell from ``srun --pty`` have some of these variables, too, but they
-    # are one process, which starts its ranks itself.
-    env = os.environ
-    return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and int(env["SLURM_NTASKS"]) > 1
-
-
-def use_slurm_environment() -> None:
-    """Name the rank as torch does, from what ``srun`` says about its task."""
-    env = os.environ
-    if "RANK" in env or not _is_slurm_task():
-        return
-    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
-    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    env.setdefault("MASTER_ADDR", first_host(env["SLURM_JOB_NODELIST"]))
-    # Two jobs on one node must not meet on one port.
-    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of SLURM's notation, such as ``gpu[03-05,9],login1``."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodelist)
-    if match is None:
-        raise JobError(f"cannot read a host from SLURM_JOB_NODELIST = {nodelist!r}")
-    return "".join(part for part in match.groups() if part)
 
 
 def main(argv: list[str]) -> int:
@@ -115,66 +85,34 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def load(header: JobHeader, overrides: list[str]) -> Job:
-    """The job as it is trained here, with what its device and this package add to it."""
-    on_cpu = cpu_backend.resolve_device(header.device) == "cpu"
-    # torchtitan's configs log warnings, and the trainer repeats them once its logger is set up.
-    logging.getLogger().addHandler(logging.NullHandler())
-
-    return load_job(
-        header,
-        overrides,
-        device_defaults=cpu_backend.device_defaults() if on_cpu else None,
-        transform=plugin_config,
-    )
-
-
-def plugin_config(config: "Trainer.Config") -> "Trainer.Config":
-    """The registry's config with what this package adds: ``[lifecycle]``, and a summary.
-
-    Other trainers than torchtitan's own (Flux, GraphTrainer, ...) are left as they are: they have
-    no ``[lifecycle]`` section.
-    """
-    # Here, after the device is settled: torchtitan picks its device when it is imported.
-    from torchtitan.trainer import Trainer
-
-    from titan_lifecycle import metrics
-    from titan_lifecycle.trainer import lifecycle_config
-
-    if type(config) is Trainer.Config:
-        config = lifecycle_config(config)
-    return metrics.use_summary(config)
-
-
 def _run(path: str, overrides: list[str]) -> None:
     header = read_header(path)
-    on_cpu = cpu_backend.resolve_device(header.device) == "cpu"
-    if on_cpu:
+    if cpu_backend.resolve_device(header.device) == "cpu":
         cpu_backend.activate()
-    job = load(header, overrides)
-    check_world_size(job, int(os.environ["WORLD_SIZE"]))
-    train(cpu_backend.adapt(job.config) if on_cpu else job.config)
+    job = load(header, overrides, world_size=int(os.environ["WORLD_SIZE"]))
+    if job.device == "cpu":
+        cpu_backend.adapt(job.config)
+    train(job)
 
 
-def train(config: "Trainer.Config") -> None:
+def train(job: Job) -> None:
     """Build the trainer and run it, as ``torchtitan.train.main`` does with a parsed config."""
     # Here: torchtitan picks its device when it is imported.
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger, logger
 
-    from titan_lifecycle import data, metrics
+    from titan_lifecycle import data
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    loss_rank = metrics.job_loss_rank(config, world_size)
+    config = job.config
     init_logger()
-    if rank != loss_rank:
+    if int(os.environ["RANK"]) != job.loss_rank:
         # With a pipeline the other ranks would print step lines with a loss of -1.
         logger.setLevel("WARNING")
     # torchtitan warns if this variable misses the rank it expects the loss on.
     pp_degree = config.parallelism.pipeline_parallel_degree
-    last_stage = world_size // pp_degree * (pp_degree - 1)
-    os.environ["LOG_RANK"] = f"{loss_rank},{last_stage}"
+    last_stage = job.world_size // pp_degree * (pp_degree - 1)
+    os.environ["LOG_RANK"] = f"{job.loss_rank},{last_stage}"
     data.register()
     structured_logger.init_structured_logger(
         source="training",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from titan_lifecycle import overlay
-from titan_lifecycle.errors import JobError, attempt
-from titan_lifecycle.moved import pointer
-from titan_lifecycle.render import REGISTRY, render_toml
-from titan_lifecycle.toml_file import TomlFile
+from titan_lifecycle.jobs import overlay, topology
+from titan_lifecycle.jobs.errors import JobError, attempt, nearest
+from titan_lifecycle.jobs.renamed_keys import pointer
+from titan_lifecycle.jobs.render_toml import REGISTRY, render_toml
+from titan_lifecycle.jobs.toml_file import TomlFile
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -35,8 +34,6 @@ Device = Literal["auto", "cpu", "cuda"]
 COMMAND_LINE = "command line"
 DEVICE_DEFAULTS = "cpu backend"
 PLUGIN = "titan_lifecycle"
-
-_EP = "expert_parallel_degree"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +57,21 @@ class JobHeader:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job ready to run: ``config`` is overlaid and validated.
-
-    ``sources`` maps the dotted path of every field to where its value comes from: ``registry``,
-    ``cpu backend``, ``configs/x.toml:12`` or ``command line``.
-    """
+    """A job ready to run: ``config`` is overlaid and validated."""
 
     header: JobHeader
     config: Trainer.Config
     sources: Mapping[str, str]
-
-
-def shipped_jobs() -> dict[str, Path]:
-    """The job files that come with the package, by stem."""
-    package = Path(__file__).parent
-    # In a wheel configs/ lies inside the package, in a checkout beside it.
-    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
-
-
-def resolve_job(name_or_path: str | Path) -> Path:
-    """The job file for a path or the stem of a shipped job."""
-    path = Path(name_or_path)
-    jobs = shipped_jobs()
-    if path.is_file():
-        return path
-    if str(path) in jobs:
-        return jobs[str(path)]
-    raise JobError(
-        f"{path}: no such job file{overlay.nearest(path.stem, jobs)} "
-        f"Shipped jobs: {', '.join(jobs) or 'none'}"
-    )
+    """Dotted path of every field to where its value comes from: ``registry``, ``cpu backend``,
+    ``configs/x.toml:12`` or ``command line``."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    world_size: int
+    """Ranks on all nodes."""
+    loss_rank: int
+    """The global rank that reports the loss."""
+    num_pipeline_stages: int
+    """Stages on all pipeline ranks; 1 without a pipeline."""
 
 
 def read_header(path: str | Path) -> JobHeader:
@@ -109,7 +90,7 @@ def read_header(path: str | Path) -> JobHeader:
         if key not in kinds:
             if advice := pointer(f"job.{key}"):
                 raise JobError(f"{where}: 'job.{key}' is a 0.2 name: {advice}")
-            hint = f"{overlay.nearest(key, kinds)} Expected one of {', '.join(kinds)}"
+            hint = f"{nearest(key, kinds)} Expected one of {', '.join(kinds)}"
             raise JobError(f"{where}: unknown key 'job.{key}'{hint}")
         valid = {
             "module": isinstance(value, str) and bool(value),
@@ -129,17 +110,22 @@ def load_job(
     source: str | Path | JobHeader,
     cli_args: Sequence[str] = (),
     *,
+    device: str = "cpu",
     device_defaults: Mapping[str, Any] | None = None,
     transform: Callable[[Trainer.Config], Trainer.Config] | None = None,
+    world_size: int | None = None,
 ) -> Job:
     """Build and validate the config of a job.
 
     Args:
         source: A job file, or the header read from it.
         cli_args: Overrides in torchtitan's spelling, ``--training.steps 20``.
+        device: What the job runs on.
         device_defaults: Dotted path to value, for what the device needs; the job file wins.
         transform: Applied to the registry's config before anything is laid over it, to turn it
             into a subclass with more fields.
+        world_size: The number of ranks, where it is known; by default what [job] and the degrees
+            ask for.
 
     Raises:
         JobError: the job is wrong. A usage error in ``cli_args`` is tyro's own: a message on
@@ -167,44 +153,19 @@ def load_job(
     overlay.revalidate(config, header.path)
     sources = {path: _source(path, changes) for path, _ in overlay.leaves(config)}
     _check_override_imports(config, sources["override.imports"])
-    return Job(header, config, sources)
-
-
-def check_world_size(job: Job, world_size: int) -> None:
-    """Refuse degrees that do not multiply to the number of processes."""
-    from torchtitan.distributed.parallel_dims import ParallelDims
-
-    parallelism = job.config.parallelism
-    names = [
-        f"{kind}_degree"
-        for kind in (
-            "data_parallel_replicate",
-            "data_parallel_shard",
-            "context_parallel",
-            "tensor_parallel",
-            "pipeline_parallel",
-        )
-    ]
-    degrees = {name: getattr(parallelism, name) for name in names}
-    for name, degree in {**degrees, _EP: parallelism.expert_parallel_degree}.items():
-        if degree < 1 and not (name == "data_parallel_shard_degree" and degree == -1):
-            raise JobError(f"{job.header.path}: {name} {_degree(job, name)} must be at least 1")
-    try:
-        dims = ParallelDims.from_config(parallelism, world_size)
-    except (AssertionError, ValueError):
-        product = " x ".join(f"{name} {_degree(job, name)}" for name in names)
-        raise JobError(
-            f"{job.header.path}: the parallel degrees do not multiply to the {world_size} "
-            f"processes of this job: {product}"
-            + ("" if -1 in degrees.values() else f" = {math.prod(degrees.values())}")
-        ) from None
-    ranks = dims.dp_shard * dims.cp * dims.tp
-    if ranks % dims.ep:
-        raise JobError(
-            f"{job.header.path}: {_EP} {_degree(job, _EP)} "
-            f"must divide data_parallel_shard_degree {dims.dp_shard} x context_parallel_degree "
-            f"{dims.cp} x tensor_parallel_degree {dims.tp} = {ranks}"
-        )
+    parallelism = config.parallelism
+    if world_size is None:
+        world_size = topology.default_world_size(parallelism, header.nproc_per_node)
+    dims = topology.check_degrees(config, world_size, path=header.path, sources=sources)
+    return Job(
+        header,
+        config,
+        sources,
+        device=device,
+        world_size=world_size,
+        loss_rank=topology.loss_rank(world_size, dims.pp, parallelism.pipeline_parallel_schedule),
+        num_pipeline_stages=topology.num_stages(config, dims, header.path),
+    )
 
 
 def render(job: Job) -> str:
@@ -235,7 +196,7 @@ def _registry_config(header: JobHeader) -> Trainer.Config:
         functions = _config_functions(module)
         raise JobError(
             f"{where}: unknown config '{header.config}' in module '{header.module}'"
-            f"{overlay.nearest(header.config, functions)} "
+            f"{nearest(header.config, functions)} "
             f"Config functions: {', '.join(functions)}"
         )
     config = attempt(function, f"{where}: config function '{header.config}' failed")
@@ -270,7 +231,7 @@ def _registry_module(header: JobHeader) -> Any:
         if attempt(partial(overlay.module_exists, candidate), failed):
             return attempt(partial(importlib.import_module, candidate), failed)
     raise JobError(
-        f"{where}: unknown module '{name}'{overlay.nearest(name, supported)} "
+        f"{where}: unknown module '{name}'{nearest(name, supported)} "
         f"Expected an importable module or one of: {', '.join(supported)}"
     )
 
@@ -376,9 +337,3 @@ def _nested(dotted: Mapping[str, Any] | None) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[key] = value
     return tree
-
-
-def _degree(job: Job, name: str) -> str:
-    value = getattr(job.config.parallelism, name)
-    source = job.sources[f"parallelism.{name}"]
-    return f"{value}" if source == REGISTRY else f"{value} ({source})"

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_lifecycle import cpu_backend, worker
-from titan_lifecycle.job import Job, check_world_size, read_header
+from titan_lifecycle.jobs.job import Job, read_header
+from titan_lifecycle.run import worker
+from titan_lifecycle.run.load import load
+from titan_lifecycle.run.slurm import launched_from_outside
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -20,12 +22,11 @@ def train(path: str, overrides: list[str]) -> int:
     Under torchrun or srun this process is a rank and becomes the worker. Otherwise the job is
     checked first, so that a mistake is reported once, and then its ranks are started.
     """
-    if worker.launched_from_outside():
+    if launched_from_outside():
         return worker.main([path, *overrides])
     header = read_header(path)
-    job = worker.load(header, overrides)
-    check_world_size(job, header.nproc_per_node)
-    if cpu_backend.resolve_device(header.device) == "cpu":
+    job = load(header, overrides, world_size=header.nproc_per_node)
+    if job.device == "cpu":
         # Each rank would use every core for itself.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     return start_ranks(job, overrides)
@@ -40,13 +41,10 @@ def start_ranks(job: Job, overrides: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from titan_lifecycle.metrics import job_loss_rank
-
-    num_ranks = job.header.nproc_per_node
-    loss_rank = job_loss_rank(job.config, num_ranks)
+    num_ranks = job.world_size
     logs = DefaultLogsSpecs(
         log_dir=os.path.join(job.config.dump_folder, "logs"),
-        redirects={rank: Std.ALL for rank in range(num_ranks) if rank != loss_rank},
+        redirects={rank: Std.ALL for rank in range(num_ranks) if rank != job.loss_rank},
     )
     config = LaunchConfig(
         min_nodes=1,
@@ -64,7 +62,7 @@ def start_ranks(job: Job, overrides: list[str]) -> int:
     logging.disable(logging.ERROR)
     try:
         elastic_launch(config, sys.executable)(
-            "-m", "titan_lifecycle.worker", str(job.header.path), *overrides
+            "-m", "titan_lifecycle.run.worker", str(job.header.path), *overrides
         )
     except ChildFailedError as error:
         print(_report(error), file=sys.stderr)

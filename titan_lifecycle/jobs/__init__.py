@@ -1,0 +1,1 @@
+"""Job files: read, laid over a registry config, checked, and printed again."""

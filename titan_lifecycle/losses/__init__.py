@@ -1,0 +1,1 @@
+"""Chunked losses whose inner backwards are scoped."""

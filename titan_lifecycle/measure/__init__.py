@@ -1,0 +1,1 @@
+"""What a step costs: collectives, memory and time."""

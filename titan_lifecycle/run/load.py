@@ -1,0 +1,55 @@
+"""A job as it runs here: with what its device and this package add to the job file."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from titan_lifecycle import cpu_backend
+from titan_lifecycle.jobs.job import Job, JobHeader, load_job
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = ["load", "plugin_config"]
+
+
+def load(header: JobHeader, overrides: list[str], *, world_size: int | None = None) -> Job:
+    """The job as it is trained here, checked.
+
+    Args:
+        header: The job file's ``[job]`` table.
+        overrides: The command line's ``--section.key value``.
+        world_size: The number of ranks, where it is known.
+
+    Raises:
+        JobError: The job is wrong.
+    """
+    device = cpu_backend.resolve_device(header.device)
+    # torchtitan's configs log warnings, and the trainer repeats them once its logger is set up.
+    logging.getLogger().addHandler(logging.NullHandler())
+    return load_job(
+        header,
+        overrides,
+        device=device,
+        device_defaults=cpu_backend.device_defaults() if device == "cpu" else None,
+        transform=plugin_config,
+        world_size=world_size,
+    )
+
+
+def plugin_config(config: Trainer.Config) -> Trainer.Config:
+    """The registry's config with what this package adds: ``[lifecycle]``, and a summary.
+
+    Other trainers than torchtitan's own (Flux, GraphTrainer, ...) are left as they are: they have
+    no ``[lifecycle]`` section.
+    """
+    # Here, after the device is settled: torchtitan picks its device when it is imported.
+    from torchtitan.trainer import Trainer
+
+    from titan_lifecycle.measure.summary import use_summary
+    from titan_lifecycle.trainer import lifecycle_config
+
+    if type(config) is Trainer.Config:
+        config = lifecycle_config(config)
+    return use_summary(config)
