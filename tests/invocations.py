@@ -666,6 +666,82 @@ class TestInvocations:
                 f"gathered {left_gathered}, reduced early {reduced_early}"
             )
 
+    # Listening #
+
+    @parametrize("kind", ["chain", "blocks"])
+    @parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+    @parametrize("explicit", [False, True])
+    def test_registering_a_callback_changes_no_collective(
+        self, kind, checkpointing, explicit
+    ) -> None:
+        """Also where torch alone gathers too often, or loses gradients."""
+
+        def build() -> nn.Module:
+            if kind == "chain":
+                return self.build_chain(depth=2, checkpointing=checkpointing, explicit=explicit)
+            torch.manual_seed(0)
+            model = Blocks(checkpointing, inside=False).to(self.device)
+            for block in model.blocks:
+                fully_shard(block, mesh=self.mesh())
+            fully_shard(model, mesh=self.mesh())
+            for i in range(2 if explicit else 0):
+                model.blocks[i].set_modules_to_forward_prefetch([model.blocks[i + 1]])
+            return model
+
+        alone, heard = build(), build()
+        events = record_events(heard)
+        for is_synced in (True, False, True):
+            outcomes = []
+            for model in (alone, heard):
+                model.set_requires_gradient_sync(is_synced)
+                outcomes.append((*self.backward(model), s.unsharded_groups(model)))
+            self.assertEqual(outcomes[1], outcomes[0])
+            pending = [dict(unsharded_gradients(model)) for model in (alone, heard)]
+            self.assertEqual(pending[1], pending[0], atol=0, rtol=0)
+        self.assertEqual(s.gradients(heard), s.gradients(alone), atol=0, rtol=0)
+        self.assertGreater(len(events), 0)
+
+    def test_a_monitor_and_callbacks_in_any_order(self) -> None:
+        """Neither disturbs the other, whichever comes first, and whichever is gone."""
+        matrix, vector = 4 * DIM * DIM, 4 * DIM
+        orders = []
+        for first in ("callbacks", "monitor", "removed callbacks"):
+            model = self.build_chain("retain", depth=2)
+            self.backward(model)
+            events: list[str] = []
+
+            def register(model=model, events=events):
+                return register_lifecycle_callbacks(
+                    model,
+                    pre_backward=lambda fqn, i: events.append(f"pre {fqn}{i}"),
+                    post_backward=lambda fqn, i: events.append(f"post {fqn}{i}"),
+                    grads_ready=lambda fqn: events.append(f"ready {fqn}"),
+                )
+
+            if first != "monitor":
+                handle = register()
+                self.backward(model)
+            if first == "removed callbacks":
+                handle.remove()
+                events.clear()
+            with ResidencyMonitor([model]) as monitor:
+                if first == "monitor":
+                    handle = register()
+                self.backward(model)
+            self.assertEqual(monitor.peak_weight_bytes, matrix + vector, first)
+            if first == "removed callbacks":
+                self.assertEqual(events, [])
+                continue
+            orders.append(events[-13:])
+            peak = monitor.peak_weight_bytes
+            handle.remove()
+            self.backward(model)
+            self.assertEqual(events[-13:], orders[-1])
+            self.assertEqual(monitor.peak_weight_bytes, peak)
+            self.assert_clean(model)
+        self.assertEqual(orders[0], orders[1])
+        self.assertEqual(Counter(e.split()[0] for e in orders[0])["ready"], 3)
+
     # Callbacks #
 
     def test_wrong_arguments_are_refused(self) -> None:
