@@ -7,7 +7,9 @@ The module that reads a part calls :func:`check` with it when it is imported, an
 
 from __future__ import annotations
 
+import dis
 from importlib import import_module
+from types import CodeType
 from typing import Any
 
 import torch
@@ -214,5 +216,10 @@ def _known(owner: Any) -> set[str]:
         known.update(cls.__dict__.get("__annotations__", ()))
         for name in ("__init__", "init"):  # what FSDPState knows of its modules is set in `init`
             code = getattr(cls.__dict__.get(name), "__code__", None)
-            known.update(code.co_names if code else ())
+            known.update(_assigned(code) if code else ())
     return known
+
+
+def _assigned(code: CodeType) -> set[str]:
+    """The attributes that ``code`` assigns; what it only reads may be missing."""
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
