@@ -21,8 +21,9 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss
 
-__all__ = ["CHUNKED_MTP_LOSS", "chunked_loss", "chunked_mtp_loss", "imported", "lifecycle_loss"]
+__all__ = ["CHUNKED_LOSS", "CHUNKED_MTP_LOSS", "chunked_loss", "chunked_mtp_loss", "imported"]
 
+CHUNKED_LOSS = f"{__name__}.chunked_loss"
 CHUNKED_MTP_LOSS = f"{__name__}.chunked_mtp_loss"
 
 
@@ -59,8 +60,3 @@ def chunked_mtp_loss(config: MTPLoss.Config, **fields: Any) -> MTPChunkedLoss.Co
 def imported(config: OverrideConfig) -> list[str]:
     """The targets in ``override.imports``, without their arguments."""
     return [entry if isinstance(entry, str) else entry[0] for entry in config.imports]
-
-
-def lifecycle_loss(loss: Any) -> Any:
-    """``loss`` with exactly torchtitan's ``ChunkedLossWrapper.Config`` replaced, else as it is."""
-    return chunked_loss(loss) if type(loss) is ChunkedLossWrapper.Config else loss

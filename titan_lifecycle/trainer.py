@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config.override import OverrideConfig, derive
 from torchtitan.distributed.utils import dist_max, dist_sum
 from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss
 from torchtitan.tools.logging import logger
@@ -29,11 +28,12 @@ from titan_lifecycle.fsdp_lifecycle import (
 )
 from titan_lifecycle.fsdp_lifecycle.invocations import set_repeated_units
 from titan_lifecycle.jobs.topology import loss_rank
+from titan_lifecycle.losses.choice import choose_loss, lifecycle_loss
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
 from titan_lifecycle.measure.collectives import CollectiveCounter
 from titan_lifecycle.measure.step_cost import StepMeasurements, deferred_gradients
-from titan_lifecycle.overrides import CHUNKED_MTP_LOSS, imported, lifecycle_loss
+from titan_lifecycle.overrides import CHUNKED_MTP_LOSS, imported
 from titan_lifecycle.pipeline import (
     observe_split_backwards,
     register_metadata_inference_cleanup,
@@ -93,7 +93,7 @@ class LifecycleTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         _validate(config)
-        config.loss, config.override = _loss_for(config), _override_for(config)
+        config.loss, config.override = choose_loss(config)
         super().__init__(config)
         self._loss_metrics: dict[str, torch.Tensor] = {}
         self._step_loss_metrics: dict[str, torch.Tensor] = {}
@@ -284,26 +284,6 @@ def lifecycle_config(config: Trainer.Config, **lifecycle: Any) -> LifecycleTrain
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
     values["loss"] = lifecycle_loss(config.loss)
     return LifecycleTrainer.Config(**values, lifecycle=LifecycleConfig(**lifecycle))
-
-
-def _loss_for(config: LifecycleTrainer.Config) -> Any:
-    """The loss config to build, given ``[lifecycle]``."""
-    loss = config.loss
-    if not config.lifecycle.enabled:
-        if type(loss) is LifecycleChunkedLoss.Config:
-            num_chunks = loss.num_chunks or ChunkedLossWrapper.Config().num_chunks
-            return derive(loss, ChunkedLossWrapper.Config, num_chunks=num_chunks)
-        return loss.loss_fn if type(loss) is MTPChunkedLoss.Config else loss
-    return lifecycle_loss(loss)
-
-
-def _override_for(config: LifecycleTrainer.Config) -> OverrideConfig:
-    """The overrides to apply, given ``[lifecycle]``."""
-    override = config.override
-    if config.lifecycle.enabled or CHUNKED_MTP_LOSS not in imported(override):
-        return override
-    entries = zip(override.imports, imported(override), strict=True)
-    return replace(override, imports=[e for e, target in entries if target != CHUNKED_MTP_LOSS])
 
 
 def _validate(config: LifecycleTrainer.Config) -> None:

@@ -8,13 +8,18 @@ import pytest
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.experiments.graph_trainer.chunked_loss import ChunkedLossWrapperWithParamGrads
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from tests.cpu.conftest import CONFIGS, environment
 from titan_lifecycle import LifecycleChunkedLoss, private_names
 from titan_lifecycle.fsdp_lifecycle.private import FSDPState
+from titan_lifecycle.jobs.job import read_header, render
 from titan_lifecycle.jobs.shipped import PACKAGE
+from titan_lifecycle.losses.choice import choose_loss
+from titan_lifecycle.losses.mtp import MTPChunkedLoss
+from titan_lifecycle.run.load import load
 from titan_lifecycle.trainer import LifecycleTrainer, lifecycle_config
 
 OVERRIDE = "titan_lifecycle.overrides.chunked_loss"
@@ -64,10 +69,9 @@ def test_the_override_replaces_torchtitans_loss_only(num_chunks, kept):
 def test_disabled_is_torchtitans_own_wrapper():
     config = lifecycle_config(llama3_debugmodel(), enabled=False)
     config.loss.num_chunks = 4
-    from titan_lifecycle.trainer import _loss_for
-
-    assert type(_loss_for(config)) is ChunkedLossWrapper.Config
-    assert _loss_for(config).num_chunks == 4
+    loss, _ = choose_loss(config)
+    assert type(loss) is ChunkedLossWrapper.Config
+    assert loss.num_chunks == 4
 
 
 @pytest.mark.parametrize(
@@ -175,3 +179,42 @@ def test_every_private_name_that_is_read_is_declared():
         name: file for name, file in private.items() if name.removeprefix("_.") not in declared
     }
     assert undeclared.keys() <= python, undeclared
+
+
+def loaded(text, *overrides, tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return load(read_header(path), list(overrides))
+
+
+MTP_JOB = """
+[job]
+module = "deepseek_v3"
+config = "deepseek_v3_debugmodel_mtp"
+device = "cpu"
+[loss]
+mtp_scale = 0.7
+[[override.imports]]
+target = "titan_lifecycle.overrides.chunked_mtp_loss"
+kwargs = { chunk_tokens = 16 }
+"""
+
+
+def test_config_shows_the_loss_that_runs(tmp_path):
+    job = loaded(MTP_JOB, tmp_path=tmp_path)
+    assert type(job.config.loss) is MTPChunkedLoss.Config
+    assert (job.config.loss.chunk_tokens, job.config.loss.loss_fn.mtp_scale) == (16, 0.7)
+    text = render(job)
+    assert 'type = "titan_lifecycle.losses.mtp.MTPChunkedLoss"' in text
+    # The setting has moved into the inner loss, and still says where it comes from.
+    assert job.sources["loss.loss_fn.mtp_scale"].endswith("job.toml:7")
+    assert loaded(text, tmp_path=tmp_path).config.loss == job.config.loss
+    off = loaded(MTP_JOB, "--lifecycle.no-enabled", tmp_path=tmp_path)
+    assert type(off.config.loss) is MTPLoss.Config
+    assert off.config.override.imports == []
+
+
+def test_arguments_of_the_override_hold_in_a_job(tmp_path):
+    text = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\ndevice = "cpu"\n[override]\n'
+    entry = '{ target = "titan_lifecycle.overrides.chunked_loss", kwargs = { chunk_tokens = 16 } }'
+    assert loaded(f"{text}imports = [{entry}]\n", tmp_path=tmp_path).config.loss.chunk_tokens == 16
