@@ -1,5 +1,6 @@
 # make demo   train a small llama3 on this machine's CPU, on 4 processes
-# make test   run the tests
+# make check  run the tests without ranks, and a choice of those on small ranks, in minutes
+# make test   run all tests
 # make lint   check style, types and workflows
 #
 # Each sets up what it needs in .venv; PYTHON selects the interpreter that creates it.
@@ -9,11 +10,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo check test lint clean
 
 demo: $(VENV)/.installed
 	@echo "demo: training configs/llama3_fsdp.toml on 4 processes, about a minute and a half"
 	@$(BIN)/titan-lifecycle train configs/llama3_fsdp.toml
+
+check: $(VENV)/.installed-dev
+	@echo "check: running pytest -m check"
+	@$(BIN)/python -m pytest -m check
 
 test: $(VENV)/.installed-dev
 	@echo "test: running pytest"

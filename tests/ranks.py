@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import unittest
 import warnings
@@ -13,6 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import instantiate_parametrized_tests
+
+from tests import scenarios
+
+# What a Gloo rank finds imported when it is forked. torchtitan's trainer alone takes seconds.
+_PRELOADED = [
+    "tests.invocations",
+    "tests.partial_backwards",
+    "tests.pipelines",
+    "titan_lifecycle.trainer",
+    "torchtitan.models.deepseek_v3",
+]
 
 
 class RankTest(MultiProcContinuousTest):
@@ -35,6 +47,11 @@ class RankTest(MultiProcContinuousTest):
         super().setUp()
 
     @classmethod
+    def _use_start_method(cls, method: str) -> None:
+        # torch's class sets its own only where none is set.
+        multiprocessing.set_start_method(method, force=True)
+
+    @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: object) -> None:
         torch.set_num_threads(1)
         # torch warns about its own defaults here, once a rank and test.
@@ -43,7 +60,15 @@ class RankTest(MultiProcContinuousTest):
 
 
 class GlooTest(RankTest):
+    """Ranks on the CPU, forked from one process that has imported what they need."""
+
     world_size = 4
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls._use_start_method("forkserver")
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        super().setUpClass()
 
     @classmethod
     def backend_str(cls) -> str:
@@ -72,6 +97,7 @@ class NcclTest(RankTest):
 
     @classmethod
     def setUpClass(cls) -> None:
+        cls._use_start_method("spawn")  # a process that has used CUDA must not be forked
         super().setUpClass()
         if (num_gpus := torch.cuda.device_count()) < cls.world_size:
             raise unittest.SkipTest(
@@ -120,6 +146,7 @@ class NcclTest(RankTest):
     @staticmethod
     def _release() -> None:
         """Destroy the test's process groups: every mesh made communicators, on the device."""
+        scenarios.forget_meshes()
         gc.collect()
         torch.cuda.synchronize()
         # A dict: in order of creation, the same on every rank of a group.

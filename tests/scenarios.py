@@ -90,13 +90,26 @@ def matrix() -> list[Case]:
     ]
 
 
+# Each mesh makes process groups, which takes longer than a small case itself.
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
 def make_mesh(kind: str, device_type: str) -> DeviceMesh:
-    size = dist.get_world_size()
-    if kind == "hsdp":
-        return init_device_mesh(
-            device_type, (2, size // 2), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    return init_device_mesh(device_type, (size,), mesh_dim_names=("dp_shard",))
+    """A mesh of all ranks, the same one for every case on this rank."""
+    key = (kind, device_type, dist.group.WORLD)
+    if key not in _meshes:
+        size = dist.get_world_size()
+        if kind == "hsdp":
+            shape, names = (2, size // 2), ("dp_replicate", "dp_shard")
+        else:
+            shape, names = (size,), ("dp_shard",)
+        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[key]
+
+
+def forget_meshes() -> None:
+    """Make new meshes from now on: the process groups of the old ones are destroyed."""
+    _meshes.clear()
 
 
 def make_model(case: Case, *, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:

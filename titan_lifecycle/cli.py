@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from titan_lifecycle.jobs import job
     from titan_lifecycle.jobs.shipped import resolve_job, shipped_jobs
     from titan_lifecycle.run import launch
+    from titan_lifecycle.run.assets import missing_tokenizer
     from titan_lifecycle.run.load import load
 
     try:
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return launch.train(str(path), args.overrides)
         loaded = load(job.read_header(path), args.overrides)
         print(job.render(loaded), flush=True)
+        if missing := missing_tokenizer(loaded):
+            print(f"# {missing}", flush=True)
         lifecycle = getattr(loaded.config, "lifecycle", None)
         if lifecycle is not None and lifecycle.gradient_reduction == "last_microbatch":
             from titan_lifecycle.plan import build as cost

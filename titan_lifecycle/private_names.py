@@ -7,7 +7,9 @@ The module that reads a part calls :func:`check` with it when it is imported, an
 
 from __future__ import annotations
 
+import dis
 from importlib import import_module
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,13 +30,10 @@ PRIVATE_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "sharded_param",
         ),
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
-            "_backward_prefetch",
             "_module_fqn",
             "_partial_reduce_output",
             "_post_backward_pending",
             "_post_forward_indices",
-            "_record_post_forward",
-            "_register_post_backward_hook",
             "_set_unsharded_grad_dtypes",
             "_training_state",
             "all_reduce_grads",
@@ -55,19 +54,16 @@ PRIVATE_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "_auto_reshard_after_forward",
             "_cast_forward_inputs",
             "_cast_output_dtype",
-            "_force_complete_incomplete_states",
             "_fsdp_param_groups",
+            "_lazy_init",
+            "_modules",
             "_modules_to_run_forward",
             "_post_forward",
-            "_register_pre_backward_hook",
-            "_reset_iter_state",
             "_root_post_backward_final_callback",
-            "_root_pre_forward",
             "_state_ctx",
             "_states_to_backward_prefetch",
             "_states_to_forward_prefetch",
             "_training_state",
-            "finalize_backward",
         ),
         f"{_FSDP}._fsdp_state:FSDPStateContext": (
             "all_states",
@@ -86,6 +82,7 @@ PRIVATE_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "torch._C._autograd": ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
         "torch.autograd.graph:Node": ("_sequence_nr",),
+        "torch.autograd.variable:Variable": ("_execution_engine",),
         "torch.utils.checkpoint": ("CheckpointFunction",),
     },
     "pipelining": {
@@ -173,7 +170,7 @@ def missing(part: str) -> list[str]:
     """The names of ``part`` that what is installed lacks, as ``Class.name``.
 
     An instance attribute counts as present when its class annotates it or assigns it in
-    ``__init__``.
+    ``__init__`` or ``init``.
     """
     found = []
     for path, names in PRIVATE_NAMES[part].items():
@@ -216,6 +213,13 @@ def _owner(path: str) -> Any:
 def _known(owner: Any) -> set[str]:
     known = {*dir(owner)}
     for cls in getattr(owner, "__mro__", ()):
-        code = getattr(cls.__dict__.get("__init__"), "__code__", None)
-        known.update(cls.__dict__.get("__annotations__", ()), code.co_names if code else ())
+        known.update(cls.__dict__.get("__annotations__", ()))
+        for name in ("__init__", "init"):  # what FSDPState knows of its modules is set in `init`
+            code = getattr(cls.__dict__.get(name), "__code__", None)
+            known.update(_assigned(code) if code else ())
     return known
+
+
+def _assigned(code: CodeType) -> set[str]:
+    """The attributes that ``code`` assigns; what it only reads may be missing."""
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}

@@ -1,8 +1,10 @@
-"""Runs of real jobs, through the command, in processes of their own."""
+"""Runs of real jobs in processes of their own: preloaded ones, or those of the real command."""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import os
 import pty
 import signal
@@ -17,6 +19,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts import regenerate_goldens as goldens
+from tests.cpu.preloaded import PreloadedJobs
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TITAN_LIFECYCLE = (sys.executable, "-m", "titan_lifecycle")
@@ -84,57 +87,77 @@ def run_job(tmp_path):
     return runner(tmp_path)
 
 
+@functools.cache
+def preloaded_jobs() -> PreloadedJobs:
+    # Instruction sets are chosen when torch is imported: those that goldens are made with.
+    jobs = PreloadedJobs(environment(**goldens.environment("cpu_gloo")))
+    atexit.register(jobs.close)
+    return jobs
+
+
 def runner(directory: Path) -> Callable[..., Run]:
     """A function that runs ``train JOB`` in ``directory``, in a process group of its own.
 
-    With ``terminal`` its stderr is a terminal; ``stop_after`` sends SIGINT to all of its
+    Its ranks are preloaded ones. With ``command`` the job runs by that command, as a user's would.
+    With ``terminal`` the command's stderr is a terminal; ``stop_after`` sends SIGINT to all of its
     processes, as a terminal's Ctrl-C does, once that text is on stdout.
     """
 
     def run(
         job: str | Path,
         *overrides: str,
-        command: tuple[str, ...] = TITAN_LIFECYCLE,
+        command: tuple[str, ...] | None = None,
         terminal: bool = False,
         stop_after: str | None = None,
         timeout: float = 300,
         **env: str,
     ) -> Run:
         dump_folder = directory / "out"
-        args = [*command, "train", str(job), *overrides, "--dump_folder", str(dump_folder)]
-        receiver, sender = pty.openpty() if terminal else os.pipe()
+        args = [str(job), *overrides, "--dump_folder", str(dump_folder)]
+        stdout, stdout_of_job = os.pipe()
+        stderr, stderr_of_job = pty.openpty() if terminal else os.pipe()
         if terminal:
-            termios.tcsetwinsize(sender, (24, 100))
-        process = subprocess.Popen(
-            args,
-            stdout=subprocess.PIPE,
-            stderr=sender,
-            text=True,
-            env=environment(**env),
-            cwd=directory,
-            start_new_session=True,
-        )
-        os.close(sender)
-        stderr: list[bytes] = []
-        reader = threading.Thread(target=_drain, args=(receiver, stderr))
+            termios.tcsetwinsize(stderr_of_job, (24, 100))
+        if command is None:
+            assert not terminal and not stop_after, "only a command has a terminal"
+            jobs = preloaded_jobs()
+            pid = jobs.start(
+                args, cwd=directory, env=environment(**env), out=stdout_of_job, err=stderr_of_job
+            )
+            wait = jobs.wait
+        else:
+            process = subprocess.Popen(
+                [*command, "train", *args],
+                stdout=stdout_of_job,
+                stderr=stderr_of_job,
+                env=environment(**env),
+                cwd=directory,
+                start_new_session=True,
+            )
+            pid, wait = process.pid, process.wait
+        os.close(stdout_of_job)
+        os.close(stderr_of_job)
+        errors: list[bytes] = []
+        reader = threading.Thread(target=_drain, args=(stderr, errors))
         reader.start()
-        timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(timeout, os.killpg, (pid, signal.SIGKILL))
         timer.start()
+        status = None
         try:
             lines = []
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                if stop_after and stop_after in line:
-                    os.killpg(process.pid, signal.SIGINT)
-                    stop_after = None
-            status = process.wait()
+            with open(stdout) as output:
+                for line in output:
+                    lines.append(line)
+                    if stop_after and stop_after in line:
+                        os.killpg(pid, signal.SIGINT)
+                        stop_after = None
+            status = wait()
             reader.join()
         finally:
             timer.cancel()
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        return Run(status, "".join(lines), b"".join(stderr).decode(), dump_folder)
+            if status is None:
+                os.killpg(pid, signal.SIGKILL)
+        return Run(status, "".join(lines), b"".join(errors).decode(), dump_folder)
 
     return run
 

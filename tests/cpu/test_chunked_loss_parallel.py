@@ -462,6 +462,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.jobs
 def test_torchtitans_trainer_with_a_vocabulary_parallel_head_and_type_checking(tmp_path):
     """llama3's debug model on two tensor-parallel ranks: the stock wrapper's bits."""
     with socket.socket() as probe:

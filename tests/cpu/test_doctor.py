@@ -115,6 +115,7 @@ def simulated():
     return {name: (s, unwrapped(report)) for name, (s, report) in json.loads(done.stdout).items()}
 
 
+@pytest.mark.jobs
 @pytest.mark.timeout(240)
 def test_here_all_is_well():
     done = run(*TITAN_LIFECYCLE, "doctor")

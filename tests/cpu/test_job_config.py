@@ -16,6 +16,7 @@ from titan_lifecycle.jobs.errors import JobError
 from titan_lifecycle.jobs.job import load_job, read_header, render
 from titan_lifecycle.jobs.render_toml import toml
 from titan_lifecycle.jobs.shipped import resolve_job
+from titan_lifecycle.run.load import plugin_config
 
 HEADER = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
 OVERRIDE = "torchtitan.overrides.fused_swiglu.fused_swiglu"
@@ -492,7 +493,9 @@ def test_validation_runs_after_the_overlay(error_of):
 
 
 def test_validation_of_the_whole(error_of):
-    message = error_of("[parallelism]\npipeline_parallel_degree = 2\n")
+    message = error_of(
+        "[training]\ndisable_cuda_graphs = false\n[parallelism]\npipeline_parallel_degree = 2\n"
+    )
     assert message == (
         "x.toml: CUDA graphs do not support pipeline parallelism yet. "
         "Set --training.disable_cuda_graphs."
@@ -505,9 +508,56 @@ def test_validation_by_assertion(error_of):
 
 
 def test_command_line_repairs_the_file(write):
-    path = write("[parallelism]\npipeline_parallel_degree = 2\n")
+    path = write(
+        "[training]\ndisable_cuda_graphs = false\n[parallelism]\npipeline_parallel_degree = 2\n"
+    )
     config = load_job(path, ["--training.disable_cuda_graphs"]).config
     assert config.parallelism.pipeline_parallel_degree == 2
+
+
+# CUDA graphs, which nobody has to think of
+
+
+@pytest.mark.parametrize(
+    "text, header",
+    [
+        ("[parallelism]\npipeline_parallel_degree = 2\n", HEADER),
+        ('[lifecycle]\ngradient_reduction = "last_microbatch"\n', HEADER),
+        ("[lifecycle]\nretain_weights = true\n", HEADER),
+        (
+            "[parallelism]\nexpert_parallel_degree = 2\ndata_parallel_shard_degree = 2\n",
+            HEADER.replace("llama3", "deepseek_v3"),
+        ),
+    ],
+)
+def test_cuda_graphs_are_disabled_where_a_job_cannot_be_captured(write, text, header):
+    loaded = load_job(write(text, header), transform=plugin_config)
+    assert loaded.config.training.disable_cuda_graphs
+    assert loaded.sources["training.disable_cuda_graphs"] == "titan_lifecycle"
+    # Written in the file, the other choice is refused with its remedy.
+    with pytest.raises(JobError, match=r"[Ss]et (--)?training\.disable_cuda_graphs"):
+        load_job(
+            write(f"{text}[training]\ndisable_cuda_graphs = false\n", header),
+            transform=plugin_config,
+        )
+
+
+def test_cuda_graphs_are_disabled_for_what_the_command_line_asks(write):
+    path = write("")
+    loaded = load_job(path, ["--lifecycle.retain-weights"], transform=plugin_config)
+    assert loaded.config.training.disable_cuda_graphs
+    with pytest.raises(SystemExit):
+        load_job(
+            path,
+            ["--lifecycle.retain-weights", "--training.no-disable-cuda-graphs"],
+            transform=plugin_config,
+        )
+
+
+def test_cuda_graphs_stay_where_a_job_can_be_captured(write):
+    loaded = load_job(write("[training]\nsteps = 3\n"), transform=plugin_config)
+    assert not loaded.config.training.disable_cuda_graphs
+    assert loaded.sources["training.disable_cuda_graphs"] == "registry"
 
 
 # Degrees

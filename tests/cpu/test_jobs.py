@@ -9,7 +9,14 @@ import subprocess
 
 import pytest
 
-from tests.cpu.conftest import CONFIGS, SMALL, environment, runner, torchrun
+from tests.cpu.conftest import (
+    CONFIGS,
+    SMALL,
+    TITAN_LIFECYCLE,
+    environment,
+    runner,
+    torchrun,
+)
 
 LOSS, GRAD_NORM = "loss_metrics/global_avg_loss", "grad_norm"
 VALIDATION = (
@@ -73,7 +80,11 @@ def test_initial_weights_do_not_depend_on_the_sharding(golden_run):
 
 
 def test_a_pipeline_validates_and_shows_only_the_loss(run_job):
-    run = run_job("llama3_pp_1f1b", *SMALL, *VALIDATION, "--training.steps", "3", terminal=True)
+    run = run_job(
+        *("llama3_pp_1f1b", *SMALL, *VALIDATION, "--training.steps", "3"),
+        command=TITAN_LIFECYCLE,
+        terminal=True,
+    )
     assert run.status == 0, run.output
     losses, validation = run.scalars(LOSS), run.scalars("validation_metrics/loss")
     assert losses[3] < losses[1]

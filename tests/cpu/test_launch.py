@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cpu.conftest import SMALL, environment, left_running
+from tests.cpu.conftest import SMALL, TITAN_LIFECYCLE, environment, left_running
 from titan_lifecycle.jobs.errors import JobError
 from titan_lifecycle.jobs.topology import loss_rank
 from titan_lifecycle.run import launch
@@ -60,6 +60,7 @@ def run_failing(run_job, tmp_path):
         return run_job(
             tmp_path / "failing.toml",
             *SMALL[:2],
+            command=TITAN_LIFECYCLE,
             PYTHONPATH=str(tmp_path),
             **kwargs,
         )
@@ -102,7 +103,9 @@ def test_an_interrupt_ends_everything(run_failing, tmp_path):
 
 
 def test_a_wrong_job_ends_before_any_rank_starts(run_job, tmp_path):
-    run = run_job("llama3_fsdp", "--parallelism.tensor_parallel_degree", "3")
+    run = run_job(
+        "llama3_fsdp", "--parallelism.tensor_parallel_degree", "3", command=TITAN_LIFECYCLE
+    )
     assert run.status == 2
     assert "do not multiply to the 4 processes" in run.stderr
     assert not run.dump_folder.exists()

@@ -482,8 +482,7 @@ class TestTypes(GlooTest):
 
 
 # --- the shipped job -----------------------------------------------------------------------------
-
-
+@pytest.mark.jobs
 def test_the_shipped_job(tmp_path):
     """Chunked beside full logits, with MoE layers in bfloat16, two microbatches of four ranks."""
     job = ("deepseek_v3_mtp_chunked", "--training.seq_len", "64", "--training.steps", "2")

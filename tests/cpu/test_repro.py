@@ -55,6 +55,7 @@ OBSERVED = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", OBSERVED)
 def test_reproduction(name, tmp_path):

@@ -115,6 +115,7 @@ def test_a_repeated_unit_is_retained(train):
     assert retained.losses == released.losses
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("job", ["llama3_fsdp", "llama3_pp_1f1b"])
 def test_validation_leaves_nothing_gathered_and_no_marker(job, tmp_path):
     process = subprocess.run(
@@ -137,6 +138,7 @@ def test_validation_leaves_nothing_gathered_and_no_marker(job, tmp_path):
     assert len(re.findall(r"validate step: +\d", process.stdout + process.stderr)) == 3
 
 
+@pytest.mark.jobs
 def test_report_compares_both(tmp_path):
     json_file = tmp_path / "report.json"
     process = subprocess.run(

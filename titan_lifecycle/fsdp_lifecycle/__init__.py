@@ -6,7 +6,7 @@ Where what is:
 - ``policy``: a group's communication policy, captured and restored by value;
 - ``scope``: :func:`fsdp_partial_backwards`, see [Note: Partial backwards and FSDP finalization];
 - ``invocations``: callbacks and repeated units, see [Note: Completion and readiness];
-- ``observed``: how FSDP2 is listened to, see [Note: Observed trees];
+- ``listening``: how FSDP2 is listened to, see [Note: Listening to FSDP2];
 - ``residency``: bytes of gathered weights and unsharded gradients;
 - ``probe``: resets, and pipeline stages that infer their metadata.
 
@@ -15,7 +15,7 @@ backwards, completion of repeated grouped forwards), #203177 (policy snapshot an
 value) and #203178 (FSDP reset after pipeline metadata inference).
 """
 
-from titan_lifecycle.fsdp_lifecycle.observed import disable_forward_prefetch_in_backward
+from titan_lifecycle.fsdp_lifecycle.listening import disable_forward_prefetch_in_backward
 from titan_lifecycle.fsdp_lifecycle.policy import GroupPolicy, preserved_policies
 from titan_lifecycle.fsdp_lifecycle.private import (
     fsdp_process_groups,

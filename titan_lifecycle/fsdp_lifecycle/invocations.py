@@ -30,17 +30,30 @@ checkpoint is itself that node). So the pending invocation with the largest sequ
 that node's lies in the segment, and the n-th recomputed call of a unit is its n-th in there. Where
 checkpoints are nested that may fail; what is left then is the last invocation not complete.
 
-How FSDP2 is listened to: [Note: Observed trees] in ``observed``.
+[Note: Listening, repair, retention]
+Three things are separate, and each is done only where it was asked for:
+
+- *Listening*: callbacks. FSDP2's policies, its order of prefetches and its collectives stay.
+- *Repair* (``set_repeated_units``, with either policy): FSDP2 mistakes a unit's next recomputation
+  for one of the invocation whose backward has just completed, and then never reduces it; it reduces
+  at each completion after a microbatch without reduction; and it prefetches what no invocation
+  needs. Here the last invocation to complete reduces, prefetch follows invocations, and a forward
+  that is recomputed prefetches nothing.
+- *Retention* (``"retain"``): weights stay gathered between invocations.
+
+Repair and retention set FSDP2's policy by value before one of its hooks, and set it back after it.
+How the hooks are surrounded: [Note: Listening to FSDP2] in ``listening``.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, cast, get_args
@@ -53,20 +66,24 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from titan_lifecycle import private_names
-from titan_lifecycle.fsdp_lifecycle.observed import (
-    GroupObserver,
-    TreeObserver,
-    group_observer,
-    is_group_manually_finalized,
-    leave_prefetch_order,
-    observe,
-    release_after_backward,
-    release_after_forward,
-    repeat_post_backward,
-    tree_observer,
-    tree_observer_of,
+from titan_lifecycle.fsdp_lifecycle.listening import (
+    Listener,
+    Tree,
+    Unit,
+    post_backward_node,
+    tree_of,
+    unit_of,
 )
-from titan_lifecycle.fsdp_lifecycle.private import group_fqn, trainable_parameters
+from titan_lifecycle.fsdp_lifecycle.policy import GroupPolicy
+from titan_lifecycle.fsdp_lifecycle.private import (
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    fsdp_modules,
+    group_fqn,
+    is_manually_finalized,
+    trainable_parameters,
+)
 
 __all__ = [
     "RepeatedUnits",
@@ -78,6 +95,8 @@ RepeatedUnits = Literal["release", "retain"]
 """What happens to a unit's gathered weights between its invocations in one forward or backward."""
 
 private_names.check("autograd")
+
+logger = logging.getLogger("titan_lifecycle")
 
 
 PreBackward = Callable[[str, int], None]
@@ -115,24 +134,26 @@ class _Invocation:
 
 
 @dataclass(eq=False)
-class _GroupRecord(GroupObserver):
+class _GroupRecord:
     """What is kept about one FSDP group."""
 
-    group: Any  # FSDP2's
+    group: FSDPParamGroup
+    unit: Unit
     callbacks: OrderedDict[int, _Callbacks] = field(default_factory=OrderedDict)
     repeated_units: RepeatedUnits | None = None
     # In this forward, and in the one before; evaluations are not learned from.
     num_invocations: int = 0
     last_num_invocations: int = 0
-    # The invocation whose forward, whose start of backward, and whose end of backward is under way.
+    # The invocations whose forward, start of backward and end of backward are under way.
     in_forward: _Invocation | None = None
+    leaving: _Invocation | None = None
     beginning: _Invocation | None = None
     completing: _Invocation | None = None
-    # Whether the invocation whose backward completed last is followed by another one's.
-    is_used_again_in_backward: bool = False
     # Weights that the policy would have released, and gradients that it would have reduced.
     holds_weights: bool = False
     holds_gradients: bool = False
+    # The group's policy while another one is set for one of FSDP's hooks.
+    policy: GroupPolicy | None = None
     pending: list[_Invocation] = field(default_factory=list)
     accumulated: set[int] = field(default_factory=set)
     is_ready: bool = False
@@ -147,14 +168,16 @@ class _GroupRecord(GroupObserver):
 
     @property
     def tracker(self) -> _Tracker:
-        return cast(_Tracker, tree_observer_of(self.group))
+        assert self.unit.tree is not None
+        return self.unit.tree.shared(_Tracker)
 
     @property
-    def is_in_use(self) -> bool:  # type: ignore[override]  # derived
-        return bool(self.callbacks) or self.repeated_units is not None
+    def is_in_use(self) -> bool:
+        return bool(self.callbacks) or self.repeats
 
     @property
-    def orders_prefetch(self) -> bool:  # type: ignore[override]  # derived
+    def repeats(self) -> bool:
+        """Whether repetition and recomputation of the unit are repaired."""
         return self.repeated_units is not None
 
     def call(self, moment: Literal["pre_backward", "post_backward"], index: int) -> None:
@@ -162,53 +185,137 @@ class _GroupRecord(GroupObserver):
             if (callback := getattr(callbacks, moment)) is not None:
                 callback(self.fqn, index)
 
-    # What FSDP2 reports #
-
-    def close(self) -> None:
-        for hook in self.gradient_hooks.values():
-            hook.remove()
-
-    def enter_forward(self) -> None:
-        self.in_forward = self.tracker.invoke(self)
-
-    def recompute(self) -> None:
-        self.tracker.invoke(self)
-
-    def gathered(self) -> None:
+    def watch_gradients(self) -> None:
         if any(callbacks.grads_ready for callbacks in self.callbacks.values()):
             for parameter in trainable_parameters(self.group):
                 if id(parameter) not in self.gradient_hooks:
                     # Weakly: the hook is the parameter's, which is the group's, and autograd's part
                     # of that cycle is not collected.
-                    hook = partial(_accumulated, weakref.ref(self.group))
+                    hook = partial(_accumulated, weakref.ref(self))
                     self.gradient_hooks[id(parameter)] = (
                         parameter.register_post_accumulate_grad_hook(hook)
                     )
 
-    def completion_hook(self) -> Callable[[Any], None] | None:
-        return None if self.in_forward is None else partial(_completes, self.in_forward)
+    # Around FSDP's hooks #
 
-    def expects_backward(self) -> bool:
-        return self.in_forward is not None
+    def set_policy(self, **changes: Any) -> None:
+        """Set these policies, beside those set already, until :meth:`restore`."""
+        current = GroupPolicy.capture(self.group)
+        self.policy = self.policy or current
+        replace(current, **changes).restore(self.group)
 
-    def set_place(self, index: int) -> None:
-        assert self.in_forward is not None
-        self.in_forward.post_forward_index = index
+    def restore(self) -> None:
+        if self.policy is not None:
+            self.policy.restore(self.group)
+            self.policy = None
 
-    def place_of_backward(self) -> int | None:
-        return None if self.beginning is None else self.beginning.post_forward_index
+    def leave_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        self.leaving, self.in_forward = self.in_forward, None
+        if self.repeats and not _is_backward():
+            self.holds_weights = self._keeps_weights_in_forward()
+            if self.holds_weights:
+                self.set_policy(post_forward_mesh_info=None)
+        if self.leaving is not None:
+            for tensor in outputs:
+                tensor.register_hook(partial(_begin, self.leaving))
 
-    def leave_forward(self, outputs: Iterable[torch.Tensor]) -> None:
-        invocation, self.in_forward = self.in_forward, None
-        if invocation is None:
+    def left_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        self.restore()
+        invocation, self.leaving = self.leaving, None
+        takes_part = invocation is not None and bool(
+            outputs or not invocation.has_graph or invocation.begun
+        )
+        if invocation is not None:
+            # FSDP puts a recomputed forward into no order.
+            if self.group._post_forward_indices and not _is_backward():
+                invocation.post_forward_index = self.group._post_forward_indices[-1]
+            for tensor in outputs if self.repeats else ():
+                tensor.register_hook(partial(_begun, invocation))
+            if not takes_part:
+                self.tracker.drop(invocation)
+        if self.repeats and not takes_part and not _is_backward():
+            self._leave_prefetch_order()
+
+    def _leave_prefetch_order(self) -> None:
+        """Take the forward that has just ended back out of the order of prefetches.
+
+        No backward of it comes: it would only make another one prefetch what is not needed.
+        """
+        group, order = self.group, self.group.comm_ctx.post_forward_order
+        if order and order[-1] is group and group._post_forward_indices[-1:] == [len(order) - 1]:
+            order.pop()
+            group._post_forward_indices.pop()
+
+    def release_after_forward(self) -> None:
+        """Release held weights as the end of a forward does, by the group's policy."""
+        if self.holds_weights:
+            self.holds_weights = False
+            before, self.group._training_state = self.group._training_state, TrainingState.FORWARD
+            self.group.reshard()
+            self.group._training_state = before
+
+    def begin_post_backward(self, invocation: _Invocation) -> None:
+        """FSDP's post-backward of ``invocation`` comes next."""
+        self.completing = invocation
+        tracker = self.tracker
+        others = tracker.others_pending(invocation)
+        if not tracker.is_split:
+            tracker.complete(invocation)
+        if not self.repeats:
             return
-        for tensor in outputs:
-            tensor.register_hook(partial(_begin, invocation))
-        if not outputs and invocation.has_graph and not invocation.begun:
-            self.tracker.takes_no_part(invocation)
+        # One reduction, after the last of them. There is something to reduce where invocations are
+        # recomputed, each in a graph of its own, and after a microbatch without reduction.
+        self.holds_gradients = bool(others) and self.group.reduce_grads
+        if self.holds_gradients:
+            self.set_policy(reduce_grads=False)
+        if self.group.reshard_after_backward:
+            self.holds_weights = bool(others) and self.repeated_units == "retain"
+            if self.holds_weights:
+                self.set_policy(reshard_after_backward=False)
+
+    def end_post_backward(self) -> None:
+        self.restore()
+        state = self.unit.state
+        if self.repeats and all(
+            group._training_state == self.group._training_state for group in self.unit.groups
+        ):
+            # Or FSDP mistakes the unit's next recomputation for one of this invocation, puts no
+            # post-backward node into its graph, and never reduces what it accumulates.
+            state._training_state = TrainingState.IDLE
+        self.completing = None
+        self.tracker.check_ready(self)
+
+    def _keeps_weights_in_forward(self) -> bool:
+        if self.repeated_units != "retain":
+            return False
+        # By the count of the forward before; beyond that count, until the forward's end.
+        count, expected = self.num_invocations, self.last_num_invocations
+        return count < expected or (count > expected and count > 1)
+
+    def before_end(self) -> None:
+        if self.holds_gradients:
+            # The end of the backward then runs the group's post-backward again, which reduces, or
+            # leaves that to manual finalization.
+            self.holds_gradients = False
+            self.group._training_state = TrainingState.IDLE
+
+    def after_end(self) -> None:
+        """Release weights that were kept, or prefetched and not used."""
+        if not self.repeats:
+            return
+        was_unsharded = self.group.is_unsharded
+        self.group.wait_for_unshard()
+        was_prefetched = self.group.is_unsharded and not was_unsharded
+        if was_prefetched or self.holds_weights:
+            self.holds_weights = False
+            self.group.reshard()
+
+    # Around a scope #
 
     def enter_scope(self) -> None:
         self.is_in_scope = True
+        self.in_forward = self.tracker.invoke(self)
+        self.watch_gradients()
 
     def begin_scope_backward(self) -> None:
         if self.scoped is None:
@@ -228,42 +335,116 @@ class _GroupRecord(GroupObserver):
                 self.tracker.complete(invocation)
             self.tracker.drop(invocation)
 
-    def begin_post_backward(self, *, reduces: bool) -> bool:
-        # None: FSDP settles what no node of the graph has settled, or it was not matched.
-        invocation = self.completing
-        others = self.tracker.others_pending(invocation) if invocation is not None else []
-        self.is_used_again_in_backward = bool(others)
-        if invocation is not None and not self.tracker.is_split:
-            self.tracker.complete(invocation)
-        # One reduction, after the last of them. There is something to reduce where invocations are
-        # recomputed, each in a graph of its own, and after a microbatch without reduction.
-        self.holds_gradients = bool(others) and reduces
-        return self.holds_gradients
+    def reset(self) -> None:
+        self.restore()
+        self.in_forward = self.leaving = self.beginning = self.completing = None
+        self.holds_weights = self.holds_gradients = self.is_ready = False
+        self.is_in_scope, self.scoped = False, None
+        # Every rank resets, and each may have failed elsewhere: none may expect anything.
+        self.num_invocations = self.last_num_invocations = 0
+        self.accumulated.clear()
 
-    def end_post_backward(self) -> None:
-        invocation, self.completing = self.completing, None
-        if invocation is not None:
-            self.tracker.check_ready(self)
 
-    def keeps_weights(self, *, in_forward: bool) -> bool:
-        if self.repeated_units != "retain":
-            return False
-        if not in_forward:
-            return self.is_used_again_in_backward
-        # By the count of the forward before; beyond that count, until the forward's end.
-        count, expected = self.num_invocations, self.last_num_invocations
-        return count < expected or (count > expected and count > 1)
+class _UnitRecords(Listener):
+    """The records of one unit's groups, as the unit tells them what it does."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._state = unit.state
+        self.records = [_GroupRecord(group, unit) for group in unit.groups]
+        # The user's list while it is out of use.
+        self._backward_prefetch: list[FSDPState] | None = None
+
+    @property
+    def is_in_use(self) -> bool:  # type: ignore[override]  # derived
+        return any(record.is_in_use for record in self.records)
+
+    @property
+    def mutes_forward_prefetch(self) -> bool:  # type: ignore[override]  # derived
+        return any(record.repeats for record in self.records)
+
+    def join(self, tree: Tree) -> None:
+        tree.shared(_Tracker)
+
+    def close(self) -> None:
+        for record in self.records:
+            for hook in record.gradient_hooks.values():
+                hook.remove()
+
+    def before_forward(self, unit: Unit) -> None:
+        for record in self.records:
+            record.restore()
+            record.in_forward = record.tracker.invoke(record)
+
+    def recomputed(self, unit: Unit) -> None:
+        for record in self.records:
+            record.tracker.invoke(record)
+
+    def gathered(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> None:
+        for record in self.records:
+            record.watch_gradients()
+            node = post_backward_node(record.group, inputs)
+            if node is not None and record.in_forward is not None:
+                node.register_prehook(partial(_completes, record.in_forward))
+                node.register_hook(partial(_has_completed, record.in_forward))
+
+    def leaving_forward(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        for record in self.records:
+            record.leave_forward(outputs)
+
+    def left_forward(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        # In reverse, so that each may leave the prefetch order as the last in it.
+        for record in reversed(self.records):
+            record.left_forward(outputs)
+
+    def enter_scope(self, unit: Unit) -> None:
+        for record in self.records:
+            record.enter_scope()
+
+    def begin_scope_backward(self, unit: Unit) -> None:
+        for record in self.records:
+            record.begin_scope_backward()
+
+    def leave_scope(self, unit: Unit) -> None:
+        for record in self.records:
+            record.leave_scope()
+
+    def order_prefetch(self, record: _GroupRecord, invocation: _Invocation) -> None:
+        """FSDP's pre-backward of ``invocation`` comes next, and prefetches for it."""
+        state, indices = self._state, record.group._post_forward_indices
+        if self._backward_prefetch is None and state._states_to_backward_prefetch:
+            # A list of modules cannot say which invocation of them comes next.
+            self._backward_prefetch = state._states_to_backward_prefetch
+            state._states_to_backward_prefetch = []
+        if invocation.post_forward_index in indices:
+            # FSDP takes the last one for this invocation's place in the forward's order.
+            indices.remove(invocation.post_forward_index)
+            indices.append(invocation.post_forward_index)
+
+    def restore_prefetch(self) -> None:
+        if self._backward_prefetch is not None:
+            self._state._states_to_backward_prefetch = self._backward_prefetch
+            self._backward_prefetch = None
+
+    def reset(self) -> None:
+        self.restore_prefetch()
+        for record in self.records:
+            record.reset()
 
 
 # A forward with gradients enabled whose backward never comes leaves its records; the oldest go.
 _MAX_PENDING_FORWARDS = 1024
 
 
-class _Tracker(TreeObserver):
+class _Tracker(Listener):
     """The records of one FSDP tree; see [Note: Completion and readiness]."""
 
-    def __init__(self, groups: list[GroupObserver]) -> None:
-        self.records = cast(list[_GroupRecord], groups)
+    def __init__(self, tree: Tree) -> None:
+        # Of all units: which invocation is recomputed may show only by another unit's.
+        self.units = [_records_of(unit) or _UnitRecords(unit) for unit in tree.units]
+        for unit, records in zip(tree.units, self.units, strict=True):
+            if records not in unit.listeners:
+                unit.listeners.append(records)
+        self.records = [record for unit in self.units for record in unit.records]
         self.forward = 0
         # By forward, the invocations whose backward has not ended, in their order.
         self.pending: dict[int, list[_Invocation]] = {}
@@ -280,13 +461,11 @@ class _Tracker(TreeObserver):
         self.is_split: bool | None = None
         self._recomputation: tuple[int, int] | None = None
         self._num_recomputed: dict[int, int] = {}
-
-    @classmethod
-    def of_group(cls, group: Any) -> _GroupRecord:
-        return _GroupRecord(group)
+        self._has_forgotten = False
 
     @property
-    def expects_backward(self) -> bool:
+    def is_in_use(self) -> bool:  # type: ignore[override]  # derived
+        # A forward may still wait for its backward.
         return bool(self.pending.keys() - self.after_backward)
 
     # The forward #
@@ -299,7 +478,7 @@ class _Tracker(TreeObserver):
             self._take(self.after_backward)
             self.after_backward.clear()
         if len(self.pending) > _MAX_PENDING_FORWARDS:
-            self._take([next(iter(self.pending))])
+            self._forget_oldest_forward()
         for record in self.records:
             record.num_invocations = 0
 
@@ -307,9 +486,19 @@ class _Tracker(TreeObserver):
         for record in self.records:
             if record.num_invocations and not self.is_evaluation:
                 record.last_num_invocations = record.num_invocations
-            if record.holds_weights:
-                record.num_invocations = record.last_num_invocations
-                release_after_forward(record.group)
+            record.release_after_forward()
+
+    def _forget_oldest_forward(self) -> None:
+        oldest = next(iter(self.pending))
+        if not self._has_forgotten:
+            self._has_forgotten = True
+            logger.warning(
+                "%d forwards of an FSDP root with gradients enabled wait for a backward; the "
+                "lifecycle callbacks of the oldest ones will not be called. Run forwards that have "
+                "no backward under torch.no_grad()",
+                len(self.pending),
+            )
+        self._take([oldest])
 
     def invoke(self, record: _GroupRecord) -> _Invocation | None:
         """A unit's forward starts; returns its invocation, or None where no backward follows."""
@@ -390,11 +579,6 @@ class _Tracker(TreeObserver):
         forward = invocation.forward
         return forward in self.after_backward and forward not in self.in_backward
 
-    def takes_no_part(self, invocation: _Invocation) -> None:
-        """Nothing that requires grad came out of it: no backward reaches it, and no prefetch."""
-        self.drop(invocation)
-        leave_prefetch_order(invocation.record.group, invocation.post_forward_index)
-
     # The backward #
 
     def begin(self, invocation: _Invocation) -> None:
@@ -440,22 +624,19 @@ class _Tracker(TreeObserver):
             if callbacks.grads_ready is not None:
                 callbacks.grads_ready(record.fqn)
 
-    def begin_end(self) -> None:
-        """Autograd is done; FSDP's own end of the backward comes next."""
+    def before_end(self) -> None:
         for record in self.records:
-            if record.holds_gradients:
-                record.holds_gradients = False
-                repeat_post_backward(record.group)
+            record.before_end()
 
-    def end(self) -> None:
+    def after_end(self) -> None:
         """The backward has ended, except for weight gradients that are computed later."""
         for record in self.records:
-            release_after_backward(record.group)
+            record.after_end()
         if not self.is_split:
             begun = self.in_backward & self.pending.keys()
-            self.close([i for forward in sorted(begun) for i in self.pending[forward]])
+            self.complete_all([i for forward in sorted(begun) for i in self.pending[forward]])
 
-    def close(self, invocations: list[_Invocation]) -> None:
+    def complete_all(self, invocations: list[_Invocation]) -> None:
         """The backward of ``invocations`` has ended, weight gradients included."""
         self.is_split = None
         # In reverse, as a backward goes.
@@ -472,10 +653,10 @@ class _Tracker(TreeObserver):
             record.accumulated.clear()
             record.is_ready = False
 
-    def finalized(self) -> None:
+    def after_finalization(self) -> None:
         if self.is_split:
             self.in_backward.update(self.pending)
-            self.close(self.take_split())
+            self.complete_all(self.take_split())
 
     def take_split(self) -> list[_Invocation]:
         """The invocations whose input gradients have been computed, to be closed later."""
@@ -504,13 +685,8 @@ class _Tracker(TreeObserver):
         self.in_backward.clear()
         self.after_backward.clear()
         self.is_split = None
-        for record in self.records:
-            record.in_forward = record.beginning = record.completing = None
-            record.holds_weights = record.holds_gradients = record.is_ready = False
-            record.is_in_scope, record.scoped = False, None
-            # Every rank resets, and each may have failed elsewhere: none may expect anything.
-            record.num_invocations = record.last_num_invocations = 0
-            record.accumulated.clear()
+        for unit in self.units:
+            unit.reset()
 
 
 def register_lifecycle_callbacks(
@@ -571,7 +747,7 @@ def set_repeated_units(module: nn.Module, policy: RepeatedUnits | None) -> None:
       from the forward before. With fewer invocations it is released at the end of the forward, with
       more of them it is gathered once more, and then kept to the end. Where an invocation is in no
       loss, the backward keeps it to its end, too.
-    - ``None``: torch's own code again, if nothing else is registered.
+    - ``None``: torch's own behaviour again.
 
     Either way prefetch in the backward follows the order of invocations, and what was prefetched is
     used, or released when the backward ends. FSDP's own policies stay in force: a unit that is not
@@ -596,7 +772,8 @@ def part_of_backward(
 ) -> Iterator[None]:
     """Around a microbatch's backward, or around the part that computes its input or its weight
     gradients. For ``pipeline.observe_split_backwards``."""
-    tracker = cast(_Tracker | None, tree_observer(root))
+    tree = tree_of(root._get_fsdp_state())
+    tracker: _Tracker | None = None if tree is None else tree.listener(_Tracker)
     if tracker is None:
         yield
         return
@@ -607,7 +784,7 @@ def part_of_backward(
         tracker.open_microbatches[microbatch] = tracker.take_split()
     elif part == "weight":
         # The first stage computes both parts now.
-        tracker.close(tracker.open_microbatches.pop(microbatch, []) + tracker.take_split())
+        tracker.complete_all(tracker.open_microbatches.pop(microbatch, []) + tracker.take_split())
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -625,18 +802,37 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _accumulated(group: weakref.ref[Any], parameter: torch.Tensor) -> None:
-    if (record := cast(_GroupRecord | None, group_observer(group()))) is not None:
+def _accumulated(reference: weakref.ref[_GroupRecord], parameter: torch.Tensor) -> None:
+    record = reference()
+    if record is not None and record.unit.tree is not None:
         record.accumulated.add(id(parameter))
         record.tracker.check_ready(record)
 
 
 def _begin(invocation: _Invocation, grad: torch.Tensor) -> None:
-    invocation.record.tracker.begin(invocation)
+    """A tensor hook before FSDP's pre-backward."""
+    record = invocation.record
+    if record.unit.tree is not None:
+        record.tracker.begin(invocation)
+        if record.repeats:
+            _unit_records(record.unit).order_prefetch(record, invocation)
+
+
+def _begun(invocation: _Invocation, grad: torch.Tensor) -> None:
+    """A tensor hook after FSDP's pre-backward."""
+    _unit_records(invocation.record.unit).restore_prefetch()
 
 
 def _completes(invocation: _Invocation, grads: Any) -> None:
-    invocation.record.completing = invocation
+    """A hook before FSDP's post-backward node."""
+    if invocation.record.unit.tree is not None:
+        invocation.record.begin_post_backward(invocation)
+
+
+def _has_completed(invocation: _Invocation, *grads: Any) -> None:
+    """A hook after FSDP's post-backward node."""
+    if invocation.record.completing is invocation:
+        invocation.record.end_post_backward()
 
 
 def _leaves_weight_gradients(invocation: _Invocation) -> bool | None:
@@ -645,7 +841,7 @@ def _leaves_weight_gradients(invocation: _Invocation) -> bool | None:
     A schedule's pass for input gradients does so. Elsewhere a parameter may just be unused.
     """
     group = invocation.record.group
-    if not is_group_manually_finalized(group):
+    if not is_manually_finalized(invocation.record.unit.state._state_ctx):
         return False
     trainable = trainable_parameters(group)
     if not trainable or not invocation.has_graph:
@@ -659,7 +855,20 @@ def _records_in(module: nn.Module, function: str) -> list[_GroupRecord]:
         raise TypeError(
             f"{function} takes an FSDP module, got {type(module).__name__}; apply fully_shard first"
         )
-    records = observe(module, _Tracker)
-    if not records:
+    states = dict.fromkeys(m._get_fsdp_state() for m in fsdp_modules([cast(nn.Module, module)]))
+    if not any(state._fsdp_param_groups for state in states):
         raise ValueError(f"{function}: no parameters are sharded in this {type(module).__name__}")
-    return cast(list[_GroupRecord], records)
+    return [record for state in states for record in _unit_records(unit_of(state)).records]
+
+
+def _unit_records(unit: Unit) -> _UnitRecords:
+    """The records of ``unit``, made when they are first asked for."""
+    records = _records_of(unit)
+    if records is None:
+        records = _UnitRecords(unit)
+        unit.add(records)
+    return records
+
+
+def _records_of(unit: Unit) -> _UnitRecords | None:
+    return next((found for found in unit.listeners if isinstance(found, _UnitRecords)), None)

@@ -7,7 +7,8 @@ imported. The other modules of the package take the classes from here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -42,6 +43,7 @@ __all__ = [
     "FSDPStateContext",
     "TrainingState",
     "collect_grad_tensors",
+    "forward_hook_id",
     "fsdp_groups",
     "fsdp_modules",
     "fsdp_process_groups",
@@ -52,6 +54,7 @@ __all__ = [
     "is_manually_finalized",
     "module_name",
     "module_state_mapping",
+    "modules_of",
     "pending_groups",
     "spmd_no_typecheck",
     "trainable_parameters",
@@ -114,6 +117,22 @@ def trainable_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
 def unsharded_parameters(group: FSDPParamGroup) -> list[nn.Parameter]:
     # Absent until the group has been gathered once.
     return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def modules_of(state: FSDPState) -> list[FSDPModule]:
+    """The modules that share ``state``, in the order in which FSDP got them."""
+    return [cast(FSDPModule, module) for module in state._modules]
+
+
+def forward_hook_id(hooks: Mapping[int, Any], state: FSDPState) -> int:
+    """The id of FSDP's own hook among the forward hooks, or pre-hooks, of a module of ``state``."""
+    for hook_id, hook in hooks.items():
+        # A method of the state, or a function that wraps one.
+        while hook is not None and getattr(hook, "__self__", None) is not state:
+            hook = getattr(hook, "__wrapped__", None)
+        if hook is not None:
+            return hook_id
+    raise RuntimeError(private_names.unsupported("a module of a unit has no forward hook of FSDP"))
 
 
 def fsdp_groups(models: Iterable[nn.Module]) -> list[FSDPParamGroup]:

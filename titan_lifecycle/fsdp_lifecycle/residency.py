@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.nn as nn
 
-from titan_lifecycle.fsdp_lifecycle.private import fsdp_groups, unsharded_parameters
+from titan_lifecycle.fsdp_lifecycle.listening import (
+    Listener,
+    Tree,
+    Unit,
+    post_backward_node,
+    unit_of,
+)
+from titan_lifecycle.fsdp_lifecycle.private import fsdp_groups, fsdp_modules, unsharded_parameters
 
 
-class ResidencyMonitor:
+class ResidencyMonitor(Listener):
     """While entered, keeps the peak bytes of gathered weights and of unsharded gradients.
 
     Read from the groups' real tensors on this rank, whenever a group has been gathered and
@@ -19,7 +27,12 @@ class ResidencyMonitor:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = [*models]
         self._groups = fsdp_groups(models)
+        states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(models))
+        self._states = [*states]
+        self._trees: list[Tree] = []
+        self.is_in_use = False
         self.reset()
 
     def reset(self) -> None:
@@ -49,26 +62,48 @@ class ResidencyMonitor:
         )
 
     def __enter__(self) -> ResidencyMonitor:
-        for group in self._groups:
-            # On the instance, so that leaving it is a deletion.
-            group.wait_for_unshard = self._then_sample(group.wait_for_unshard)  # type: ignore[method-assign]
-            group.post_backward = self._sample_then(group.post_backward)  # type: ignore[method-assign]
+        self.is_in_use = True
+        for state in self._states:
+            unit_of(state).add(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for group in self._groups:
-            del group.wait_for_unshard, group.post_backward
+        self.is_in_use = False
+        for state in self._states:
+            unit_of(state).listeners.remove(self)
+        for tree in self._trees:
+            tree.listeners.remove(self)
+        self._trees.clear()
 
-    def _then_sample(self, method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            method(*args)
+    # The moments #
+
+    def join(self, tree: Tree) -> None:
+        if tree not in self._trees:
+            self._trees.append(tree)
+            tree.listeners.append(self)
+
+    def gathered(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> None:
+        self.sample()
+        for group in unit.groups:
+            if (node := post_backward_node(group, inputs)) is not None:
+                node.register_prehook(self._sample_in_backward)
+
+    def left_forward(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        for output in outputs:
+            output.register_hook(self._sample_in_backward)
+
+    def _sample_in_backward(self, grads: Any) -> None:
+        if self.is_in_use:
             self.sample()
 
-        return call
+    def enter_scope(self, unit: Unit) -> None:
+        self.sample()
 
-    def _sample_then(self, method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            self.sample()
-            method(*args)
+    def leave_scope(self, unit: Unit) -> None:
+        self.sample()
 
-        return call
+    def before_end(self) -> None:
+        self.sample()
+
+    def before_finalization(self) -> None:
+        self.sample()

@@ -34,23 +34,31 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from titan_lifecycle.fsdp_lifecycle.observed import group_observer
+from titan_lifecycle.fsdp_lifecycle.listening import (
+    end_backward,
+    existing_unit,
+    is_resting,
+    listeners_in_scope,
+    rest,
+    wake,
+)
 from titan_lifecycle.fsdp_lifecycle.policy import GroupPolicy
 from titan_lifecycle.fsdp_lifecycle.private import (
     DDPMeshInfo,
     FSDPParamGroup,
     FSDPState,
     TrainingState,
+    forward_hook_id,
     fsdp_modules,
     is_bw,
     is_manually_finalized,
     module_name,
     module_state_mapping,
+    modules_of,
     pending_groups,
     spmd_no_typecheck,
     trainable_parameters,
 )
-from titan_lifecycle.private_names import unsupported
 
 __all__ = [
     "PartialBackwardHooks",
@@ -131,7 +139,7 @@ class _Unit:
         inside = set(module.modules())
         modules: dict[FSDPState, list[FSDPModule]] = {}
         for m in managed:
-            modules[m._get_fsdp_state()] = _modules_of(m._get_fsdp_state())
+            modules[m._get_fsdp_state()] = modules_of(m._get_fsdp_state())
         forward_hooks, hooks_outside = [], []
         for state, of_state in modules.items():
             casts = _casting_hooks(state)
@@ -139,11 +147,7 @@ class _Unit:
                 for hooks, cast_hook in zip(
                     (m._forward_pre_hooks, m._forward_hooks), casts, strict=True
                 ):
-                    hook_id = next((i for i, h in hooks.items() if _is_hook_of(h, state)), None)
-                    if hook_id is None:
-                        raise RuntimeError(
-                            unsupported(f"{type(m).__name__} has no forward hooks of FSDP")
-                        )
+                    hook_id = forward_hook_id(hooks, state)
                     forward_hooks.append((weakref.ref(hooks), hook_id, cast_hook))
             if inside.isdisjoint(cast(list[nn.Module], of_state)):
                 hooks_outside.append(casts)
@@ -163,13 +167,6 @@ class _Unit:
                 for param in group.fsdp_params
             ),
         )
-
-
-def _is_hook_of(hook: Any, state: FSDPState) -> bool:
-    """Whether a forward hook is a method of ``state``, or a function that wraps one."""
-    while hook is not None and getattr(hook, "__self__", None) is not state:
-        hook = getattr(hook, "__wrapped__", None)
-    return hook is not None
 
 
 def _casting_hooks(state: FSDPState) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -232,7 +229,7 @@ class _Scope(PartialBackwardHooks):
         self._states = states
         self._groups = [group for state in states for group in state._fsdp_param_groups]
         self._context = context = states[0]._state_ctx
-        self._observers = [o for g in self._groups if (o := group_observer(g)) is not None]
+        self._listeners = listeners_in_scope(states)
         # Groups whose next inner backward may create gradients; later ones add to them.
         self._without_gradients = self._groups if unit.widens_gradients else []
         self._run_backward = run_backward
@@ -278,8 +275,8 @@ class _Scope(PartialBackwardHooks):
         self._last_forward_done = self._last_forward_announced
         if not self._run_backward:
             return output
-        for observer in self._observers:
-            observer.begin_scope_backward()
+        for listener, heard in self._listeners:
+            listener.begin_scope_backward(heard)
         if self._without_gradients:
             self._without_gradients = [
                 g for g in self._without_gradients if not _accumulates_in_place(g)
@@ -311,10 +308,10 @@ class _Scope(PartialBackwardHooks):
             with record_function(f"lifecycle::unshard ({self._name})"), spmd_no_typecheck():
                 for fsdp_module in self._modules:
                     fsdp_module.unshard()
-        for observer in self._observers:
-            observer.enter_scope()
-        if self._observers or spmd.is_type_checking():
-            # There is nothing left to gather: it restores types and tells observers.
+        for listener, heard in self._listeners:
+            listener.enter_scope(heard)
+        if spmd.is_type_checking():
+            # There is nothing left to gather: it restores types.
             for group in self._groups:
                 before = group._training_state
                 group.pre_forward(module, (), {})
@@ -323,7 +320,7 @@ class _Scope(PartialBackwardHooks):
         self._refusal = _RefusesBackward(self._name)
         if not self._is_enclosed:
             cast(Any, self._context).post_backward_final_callback_queued = self._refusal
-        _states_in_scope.update(self._states)
+        rest(self._states)
         self._is_open = True
 
     def _prefetch_for_outer_backward(self) -> None:
@@ -349,7 +346,7 @@ class _Scope(PartialBackwardHooks):
         if self._reduces and not self._outer_backward_follows:
             with record_function(f"lifecycle::finalize ({self._name})"):
                 self._context.manual_backward_finalization_active = False
-                self._states[0]._root_post_backward_final_callback()
+                end_backward(self._states[0])
         else:
             self._post_backward()
 
@@ -361,11 +358,11 @@ class _Scope(PartialBackwardHooks):
         self._resting.wake()
         if cast(Any, self._context).post_backward_final_callback_queued is self._refusal:
             self._context.post_backward_final_callback_queued = False
-        _states_in_scope.difference_update(self._states)
+        wake(self._states)
         for group, policy in self._policies:
             policy.restore(group)
-        for observer in self._observers:
-            observer.leave_scope()
+        for listener, heard in self._listeners:
+            listener.leave_scope(heard)
         if not self._run_backward:
             with record_function(f"lifecycle::reshard ({self._name})"), spmd_no_typecheck():
                 for group in self._groups:
@@ -405,9 +402,6 @@ class _Scope(PartialBackwardHooks):
                 group._training_state = (
                     TrainingState.PRE_BACKWARD if backward_has_begun else TrainingState.IDLE
                 )
-
-
-_states_in_scope: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 
 @contextmanager
@@ -541,15 +535,6 @@ def _fsdp_modules_around(module: nn.Module) -> list[FSDPModule]:
     ]
 
 
-def _modules_of(state: FSDPState) -> list[FSDPModule]:
-    """The modules that share ``state``, in the order in which FSDP got them."""
-    return [
-        m
-        for m in [*module_state_mapping]
-        if isinstance(m, FSDPModule) and m._get_fsdp_state() is state
-    ]
-
-
 def _covers(managed: list[FSDPModule], parameter: nn.Parameter) -> bool:
     """Whether one of ``managed`` has ``parameter`` among its own."""
     return any(parameter is p for m in managed for p in cast(nn.Module, m).parameters())
@@ -562,8 +547,7 @@ def _initialize(module: nn.Module, managed: list[FSDPModule], around: list[FSDPM
         return
     if isinstance(module, FSDPModule) and not around:
         root = module._get_fsdp_state()
-        root._root_pre_forward(module, (), {})
-        root._state_ctx.iter_forward_root = None
+        root._lazy_init()
         return
     raise RuntimeError(
         f"fsdp_partial_backwards on '{module_name(managed[0])}' before any forward of its FSDP "
@@ -578,7 +562,7 @@ def _check_can_enter(name: str, states: list[FSDPState], *, run_backward: bool) 
             f"fsdp_partial_backwards on a module whose parameters belong to several FSDP roots, "
             f"'{name}' among them: open a scope on each root's part"
         )
-    if any(state in _states_in_scope for state in states):
+    if any(is_resting(state) for state in states):
         raise RuntimeError(
             f"nested fsdp_partial_backwards scopes on the FSDP group of '{name}': leave the outer "
             "scope first, or run all passes in it"
@@ -633,7 +617,12 @@ def complete_fsdp_grouped_forward(module: nn.Module, output: _Output) -> _Output
         return output
     state._modules_to_run_forward.clear()
     with record_function(f"lifecycle::complete_grouped_forward ({module_name(module)})"):
+        unit = existing_unit(state)
+        if unit is not None and unit.tree is not None:
+            unit.leave(output)
         completed: _Output = state._post_forward(module, (), output)
+        if unit is not None and unit.tree is not None:
+            unit.have_left()
     return completed
 
 

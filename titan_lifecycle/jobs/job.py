@@ -2,7 +2,8 @@
 
 The ``[job]`` table says which config function to start from and how to run it; every other key
 is a field of the ``Trainer.Config`` that the function returns. Precedence, highest first: command
-line, job file, device defaults, registry function.
+line, job file, device defaults, registry function. One setting follows from the others where nobody
+gives it: CUDA graphs are disabled for a job that cannot be captured.
 
 Reading happens in two steps, because torchtitan picks its device when it is imported:
 ``read_header`` needs no torchtitan, and after it the CPU backend can be activated; ``load_job``
@@ -11,6 +12,7 @@ then imports the config function. All errors are ``JobError``, raised before any
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -34,6 +36,7 @@ Device = Literal["auto", "cpu", "cuda"]
 COMMAND_LINE = "command line"
 DEVICE_DEFAULTS = "cpu backend"
 PLUGIN = "titan_lifecycle"
+_NO_GRAPHS = "training.disable_cuda_graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Job:
     config: Trainer.Config
     sources: Mapping[str, str]
     """Dotted path of every field to where its value comes from: ``registry``, ``cpu backend``,
-    ``configs/x.toml:12`` or ``command line``."""
+    ``titan_lifecycle``, ``configs/x.toml:12`` or ``command line``."""
     device: str
     """``cpu`` or ``cuda``."""
     world_size: int
@@ -143,6 +146,14 @@ def load_job(
     table = {key: value for key, value in header.file.document.items() if key != "job"}
     config, from_file = overlay.apply(config, table, header.file.where)
     changes |= {**defaults, **from_file}
+    decides_on_graphs = (
+        not config.training.disable_cuda_graphs
+        and _source(_NO_GRAPHS, changes) == REGISTRY
+        and not {_NO_GRAPHS, _NO_GRAPHS.replace(".", ".no_")} & {_flag(arg) for arg in cli_args}
+    )
+    if decides_on_graphs:
+        # For now: the command line, which validates what it gives, may ask for what needs this.
+        config = _with_graphs(config, disabled=True)
 
     if cli_args:
         before, config = config, _apply_cli(header, config, list(cli_args))
@@ -153,6 +164,12 @@ def load_job(
         }
         changes |= dict.fromkeys(given, COMMAND_LINE)
     overlay.revalidate(config, header.path)
+    if decides_on_graphs:
+        with_graphs = _with_graphs(config, disabled=False)
+        if _is_valid(with_graphs):
+            config = with_graphs
+        else:
+            changes[_NO_GRAPHS] = PLUGIN
     sources = {path: _source(path, changes) for path, _ in overlay.leaves(config)}
     _check_override_imports(config, sources["override.imports"])
     if settle is not None:
@@ -189,6 +206,28 @@ def render(job: Job) -> str:
         for key in table
     }
     return render_toml(job.config, {**job.sources, **sources}, table)
+
+
+def _with_graphs(config: Trainer.Config, *, disabled: bool) -> Trainer.Config:
+    """A copy of ``config`` without CUDA graphs, or with them, that shares everything else."""
+    config = copy.copy(config)
+    config.training = copy.copy(config.training)
+    config.training.disable_cuda_graphs = disabled
+    return config
+
+
+def _is_valid(config: Trainer.Config) -> bool:
+    """Whether the config's own validation accepts it.
+
+    For a config that is valid without CUDA graphs, this tells whether the rest of it can be
+    captured: torchtitan refuses pipelines and most exchanges of tokens, this package's trainer the
+    policies that differ between microbatches.
+    """
+    try:
+        config.__post_init__()
+    except (ValueError, AssertionError):
+        return False
+    return True
 
 
 def _registry_config(header: JobHeader) -> Trainer.Config:

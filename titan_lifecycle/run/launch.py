@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_lifecycle.jobs.job import Job, read_header
 from titan_lifecycle.run import worker
+from titan_lifecycle.run.assets import check_tokenizer
 from titan_lifecycle.run.load import load
 from titan_lifecycle.run.slurm import launched_from_outside
 
@@ -26,6 +27,7 @@ def train(path: str, overrides: list[str]) -> int:
         return worker.main([path, *overrides])
     header = read_header(path)
     job = load(header, overrides, world_size=header.nproc_per_node)
+    check_tokenizer(job)
     if job.device == "cpu":
         # Each rank would use every core for itself.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

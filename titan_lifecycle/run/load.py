@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from titan_lifecycle import cpu_backend
 from titan_lifecycle.jobs.errors import attempt
 from titan_lifecycle.jobs.job import Job, JobHeader, load_job
+from titan_lifecycle.run.assets import use_packaged_assets
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -43,7 +44,9 @@ def load(header: JobHeader, overrides: list[str], *, world_size: int | None = No
 
 
 def plugin_config(config: Trainer.Config) -> Trainer.Config:
-    """The registry's config with what this package adds: ``[lifecycle]``, and a summary.
+    """The registry's config with what this package adds.
+
+    That is ``[lifecycle]``, a summary, and for a debug model a tokenizer and text.
 
     Other trainers than torchtitan's own (Flux, GraphTrainer, ...) are left as they are: they have
     no ``[lifecycle]`` section.
@@ -55,7 +58,7 @@ def plugin_config(config: Trainer.Config) -> Trainer.Config:
     from titan_lifecycle.trainer import lifecycle_config
 
     if type(config) is Trainer.Config:
-        config = lifecycle_config(config)
+        config = use_packaged_assets(lifecycle_config(config))
     return use_summary(config)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from titan_lifecycle import cpu_backend
 from titan_lifecycle.jobs.errors import JobError
 from titan_lifecycle.jobs.job import Job, read_header
+from titan_lifecycle.run.assets import check_tokenizer
 from titan_lifecycle.run.load import load
 from titan_lifecycle.run.slurm import use_slurm_environment
 
@@ -90,6 +91,7 @@ def _run(path: str, overrides: list[str]) -> None:
     if cpu_backend.resolve_device(header.device) == "cpu":
         cpu_backend.activate()
     job = load(header, overrides, world_size=int(os.environ["WORLD_SIZE"]))
+    check_tokenizer(job)
     if job.device == "cpu":
         cpu_backend.adapt(job.config)
     train(job)
