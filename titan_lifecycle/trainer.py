@@ -27,8 +27,9 @@ from titan_lifecycle.fsdp_lifecycle import (
     unsharded_gradient_bytes,
 )
 from titan_lifecycle.fsdp_lifecycle.invocations import set_repeated_units
+from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION, with_renamed_fields
 from titan_lifecycle.jobs.topology import loss_rank
-from titan_lifecycle.losses.choice import choose_loss, lifecycle_loss
+from titan_lifecycle.losses.choice import check_head_reduction, choose_loss, lifecycle_loss
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
 from titan_lifecycle.measure.collectives import CollectiveCounter
@@ -42,6 +43,7 @@ from titan_lifecycle.pipeline import (
 __all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config"]
 
 
+@with_renamed_fields(reduction=HEAD_REDUCTION)
 @dataclass(kw_only=True, slots=True)
 class LifecycleConfig:
     """The ``[lifecycle]`` section of a job."""
@@ -49,10 +51,9 @@ class LifecycleConfig:
     enabled: bool = True
     """False trains with torchtitan's own ChunkedLossWrapper, or MTPLoss, and policies."""
 
-    reduction: Literal["compatible", "coalesced"] = "compatible"
+    head_reduction: Literal["compatible", "coalesced"] = "compatible"
     """Who reduces the head's gradients where there is a choice: the chunk loop, bit for bit as
-    torchtitan's wrapper, or the decoder's backward, one reduce-scatter fewer a microbatch.
-    ``loss.reduction`` is the same setting; coalesced in either place holds."""
+    torchtitan's wrapper, or the decoder's backward, one reduce-scatter fewer a microbatch."""
 
     gradient_reduction: Literal["every_microbatch", "last_microbatch", "all_reduce_last"] = (
         "every_microbatch"
@@ -98,9 +99,9 @@ class LifecycleTrainer(Trainer):
         self._loss_metrics: dict[str, torch.Tensor] = {}
         self._step_loss_metrics: dict[str, torch.Tensor] = {}
         if isinstance(self.loss_fn, LifecycleChunkedLoss):
-            # Not in its config: an override may have put it there, just now.
-            if config.lifecycle.reduction == "coalesced":
-                self.loss_fn.reduction = "coalesced"
+            # Here, since an override of the user's may have put the loss there just now.
+            check_head_reduction(config.loss)
+            self.loss_fn.head_reduction = config.lifecycle.head_reduction
             if isinstance(self.loss_fn, MTPChunkedLoss):
                 return_hidden_states(self.model_parts[0])
             self._record_loss_metrics()
@@ -293,11 +294,12 @@ def _validate(config: LifecycleTrainer.Config) -> None:
         or lifecycle.retain_weights
         or lifecycle.repeated_units != "release"
     )
+    check_head_reduction(config.loss)
     if not lifecycle.enabled:
-        if is_changed:
+        if is_changed or lifecycle.head_reduction != "compatible":
             raise ValueError(
-                "lifecycle.gradient_reduction, lifecycle.retain_weights and "
-                "lifecycle.repeated_units need lifecycle.enabled = true"
+                "lifecycle.head_reduction, lifecycle.gradient_reduction, lifecycle.retain_weights "
+                "and lifecycle.repeated_units need lifecycle.enabled = true"
             )
         if getattr(config.loss, "chunk_tokens", None) is not None:
             raise ValueError(

@@ -368,7 +368,7 @@ class MTPRanks:
         """Three optimizer steps beside one process with full logits."""
         reference, model = make_model(depth), shard(make_model(depth), self.mesh)
         names = list(model.state_dict())
-        loss_fn = make_loss(model, num_chunks=4, reduction=reduction)
+        loss_fn = make_loss(model, num_chunks=4, head_reduction=reduction)
         sizes = watch_logits(model)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
         counter, num_groups = CollectiveCounter([model]), 5 + depth - 1

@@ -92,7 +92,7 @@ def read_header(path: str | Path) -> JobHeader:
         where = file.where(("job", key))
         if key not in kinds:
             if advice := pointer(f"job.{key}"):
-                raise JobError(f"{where}: 'job.{key}' is a 0.2 name: {advice}")
+                raise JobError(f"{where}: 'job.{key}' {advice}")
             hint = f"{nearest(key, kinds)} Expected one of {', '.join(kinds)}"
             raise JobError(f"{where}: unknown key 'job.{key}'{hint}")
         valid = {
@@ -316,7 +316,7 @@ def _apply_cli(header: JobHeader, config: Trainer.Config, cli_args: list[str]) -
     for arg in cli_args:
         path = _flag(arg)
         if path and path not in known and (advice := pointer(path)):
-            raise JobError(f"'--{path}' is a 0.2 name: {advice}")
+            raise JobError(f"'--{path}' {advice}")
         if path in ("module", "config") or path.startswith("job."):
             raise JobError(
                 f"--{path} is not for the command line: {header.path} sets it in its [job] table"

@@ -10,6 +10,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import OverrideConfig, derive
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
+from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.from_weight import HeadWeightLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss
@@ -21,7 +22,7 @@ from titan_lifecycle.overrides import (
     imported,
 )
 
-__all__ = ["choose_loss", "lifecycle_loss"]
+__all__ = ["check_head_reduction", "choose_loss", "lifecycle_loss"]
 
 
 def lifecycle_loss(loss: Any) -> Any:
@@ -46,7 +47,21 @@ def choose_loss(config: Any) -> tuple[Any, OverrideConfig]:
         loss = chunked_mtp_loss(loss, **_arguments(override, CHUNKED_MTP_LOSS))
     elif type(loss) is LifecycleChunkedLoss.Config and CHUNKED_LOSS in imported(override):
         loss = replace(loss, **_arguments(override, CHUNKED_LOSS))
+    check_head_reduction(loss)
     return loss, _without_ours(override)
+
+
+def check_head_reduction(loss: Any) -> None:
+    """Refuse the loss's own ``head_reduction`` where there is a ``[lifecycle]`` section.
+
+    Raises:
+        ValueError: It is set.
+    """
+    if (value := getattr(loss, "head_reduction", None)) is not None:
+        raise ValueError(
+            f"loss.head_reduction = {value!r} is for torchtitan's own trainer; here, set "
+            f"{HEAD_REDUCTION} = {value!r}"
+        )
 
 
 def _torchtitans_loss(config: Any) -> Any:
