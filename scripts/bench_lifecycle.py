@@ -237,7 +237,9 @@ def _policy(gradient_reduction: str, *more: str) -> list[str]:
 _STEP_VARIANTS = {
     "stock": report.STOCK,
     "every_microbatch compatible": _policy("every_microbatch"),
-    "every_microbatch coalesced": _policy("every_microbatch", "--lifecycle.reduction", "coalesced"),
+    "every_microbatch coalesced": _policy(
+        "every_microbatch", "--lifecycle.head-reduction", "coalesced"
+    ),
     "last_microbatch": _policy("last_microbatch"),
     "last_microbatch retain_weights": _policy("last_microbatch", "--lifecycle.retain-weights"),
 }

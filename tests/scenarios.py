@@ -164,7 +164,7 @@ def shard(
 
 def make_loss(case: Case = Case(), **config: Any) -> LifecycleChunkedLoss:  # noqa: B008
     config.setdefault("num_chunks", NUM_CHUNKS)
-    return LifecycleChunkedLoss.Config(reduction=case.reduction, **config).build()
+    return LifecycleChunkedLoss.Config(head_reduction=case.reduction, **config).build()
 
 
 def make_stock_loss() -> ChunkedLossWrapper:

@@ -4,7 +4,7 @@
 
 ``torchrun -m torchtitan.train --module llama3 --config llama3_debugmodel --override.imports
 titan_lifecycle.overrides.chunked_loss``, with fields of the loss as JSON where wanted:
-``'titan_lifecycle.overrides.chunked_loss={"reduction": "coalesced"}'``.
+``'titan_lifecycle.overrides.chunked_loss={"head_reduction": "coalesced"}'``.
 
 ``chunked_mtp_loss`` needs this package's trainer, which job files and ``lifecycle_config`` use: the
 model must return hidden states, and torchtitan builds a model's root as it was before overrides.
@@ -18,11 +18,13 @@ from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config.override import OverrideConfig, derive, override
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
+from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION_OF_LOSS, refuse_renamed
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss
 
-__all__ = ["CHUNKED_MTP_LOSS", "chunked_loss", "chunked_mtp_loss", "imported", "lifecycle_loss"]
+__all__ = ["CHUNKED_LOSS", "CHUNKED_MTP_LOSS", "chunked_loss", "chunked_mtp_loss", "imported"]
 
+CHUNKED_LOSS = f"{__name__}.chunked_loss"
 CHUNKED_MTP_LOSS = f"{__name__}.chunked_mtp_loss"
 
 
@@ -40,6 +42,7 @@ def chunked_loss(config: ChunkedLossWrapper.Config, **fields: Any) -> LifecycleC
             ``chunk_tokens`` can take its place.
         **fields: Fields of ``LifecycleChunkedLoss.Config`` to set.
     """
+    refuse_renamed("chunked_loss", fields, {"reduction": HEAD_REDUCTION_OF_LOSS})
     if config.num_chunks == type(config)().num_chunks:
         fields.setdefault("num_chunks", None)
     derived: LifecycleChunkedLoss.Config = derive(config, LifecycleChunkedLoss.Config, **fields)
@@ -59,8 +62,3 @@ def chunked_mtp_loss(config: MTPLoss.Config, **fields: Any) -> MTPChunkedLoss.Co
 def imported(config: OverrideConfig) -> list[str]:
     """The targets in ``override.imports``, without their arguments."""
     return [entry if isinstance(entry, str) else entry[0] for entry in config.imports]
-
-
-def lifecycle_loss(loss: Any) -> Any:
-    """``loss`` with exactly torchtitan's ``ChunkedLossWrapper.Config`` replaced, else as it is."""
-    return chunked_loss(loss) if type(loss) is ChunkedLossWrapper.Config else loss

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config.override import OverrideConfig, derive
 from torchtitan.distributed.utils import dist_max, dist_sum
 from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss
 from torchtitan.tools.logging import logger
@@ -28,12 +27,14 @@ from titan_lifecycle.fsdp_lifecycle import (
     unsharded_gradient_bytes,
 )
 from titan_lifecycle.fsdp_lifecycle.invocations import set_repeated_units
+from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION, with_renamed_fields
 from titan_lifecycle.jobs.topology import loss_rank
+from titan_lifecycle.losses.choice import check_head_reduction, choose_loss, lifecycle_loss
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
 from titan_lifecycle.measure.collectives import CollectiveCounter
 from titan_lifecycle.measure.step_cost import StepMeasurements, deferred_gradients
-from titan_lifecycle.overrides import CHUNKED_MTP_LOSS, imported, lifecycle_loss
+from titan_lifecycle.overrides import CHUNKED_MTP_LOSS, imported
 from titan_lifecycle.pipeline import (
     observe_split_backwards,
     register_metadata_inference_cleanup,
@@ -42,6 +43,7 @@ from titan_lifecycle.pipeline import (
 __all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config"]
 
 
+@with_renamed_fields(reduction=HEAD_REDUCTION)
 @dataclass(kw_only=True, slots=True)
 class LifecycleConfig:
     """The ``[lifecycle]`` section of a job."""
@@ -49,10 +51,9 @@ class LifecycleConfig:
     enabled: bool = True
     """False trains with torchtitan's own ChunkedLossWrapper, or MTPLoss, and policies."""
 
-    reduction: Literal["compatible", "coalesced"] = "compatible"
+    head_reduction: Literal["compatible", "coalesced"] = "compatible"
     """Who reduces the head's gradients where there is a choice: the chunk loop, bit for bit as
-    torchtitan's wrapper, or the decoder's backward, one reduce-scatter fewer a microbatch.
-    ``loss.reduction`` is the same setting; coalesced in either place holds."""
+    torchtitan's wrapper, or the decoder's backward, one reduce-scatter fewer a microbatch."""
 
     gradient_reduction: Literal["every_microbatch", "last_microbatch", "all_reduce_last"] = (
         "every_microbatch"
@@ -93,14 +94,14 @@ class LifecycleTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         _validate(config)
-        config.loss, config.override = _loss_for(config), _override_for(config)
+        config.loss, config.override = choose_loss(config)
         super().__init__(config)
         self._loss_metrics: dict[str, torch.Tensor] = {}
         self._step_loss_metrics: dict[str, torch.Tensor] = {}
         if isinstance(self.loss_fn, LifecycleChunkedLoss):
-            # Not in its config: an override may have put it there, just now.
-            if config.lifecycle.reduction == "coalesced":
-                self.loss_fn.reduction = "coalesced"
+            # Here, since an override of the user's may have put the loss there just now.
+            check_head_reduction(config.loss)
+            self.loss_fn.head_reduction = config.lifecycle.head_reduction
             if isinstance(self.loss_fn, MTPChunkedLoss):
                 return_hidden_states(self.model_parts[0])
             self._record_loss_metrics()
@@ -286,26 +287,6 @@ def lifecycle_config(config: Trainer.Config, **lifecycle: Any) -> LifecycleTrain
     return LifecycleTrainer.Config(**values, lifecycle=LifecycleConfig(**lifecycle))
 
 
-def _loss_for(config: LifecycleTrainer.Config) -> Any:
-    """The loss config to build, given ``[lifecycle]``."""
-    loss = config.loss
-    if not config.lifecycle.enabled:
-        if type(loss) is LifecycleChunkedLoss.Config:
-            num_chunks = loss.num_chunks or ChunkedLossWrapper.Config().num_chunks
-            return derive(loss, ChunkedLossWrapper.Config, num_chunks=num_chunks)
-        return loss.loss_fn if type(loss) is MTPChunkedLoss.Config else loss
-    return lifecycle_loss(loss)
-
-
-def _override_for(config: LifecycleTrainer.Config) -> OverrideConfig:
-    """The overrides to apply, given ``[lifecycle]``."""
-    override = config.override
-    if config.lifecycle.enabled or CHUNKED_MTP_LOSS not in imported(override):
-        return override
-    entries = zip(override.imports, imported(override), strict=True)
-    return replace(override, imports=[e for e, target in entries if target != CHUNKED_MTP_LOSS])
-
-
 def _validate(config: LifecycleTrainer.Config) -> None:
     lifecycle, parallelism = config.lifecycle, config.parallelism
     is_changed = (
@@ -313,11 +294,12 @@ def _validate(config: LifecycleTrainer.Config) -> None:
         or lifecycle.retain_weights
         or lifecycle.repeated_units != "release"
     )
+    check_head_reduction(config.loss)
     if not lifecycle.enabled:
-        if is_changed:
+        if is_changed or lifecycle.head_reduction != "compatible":
             raise ValueError(
-                "lifecycle.gradient_reduction, lifecycle.retain_weights and "
-                "lifecycle.repeated_units need lifecycle.enabled = true"
+                "lifecycle.head_reduction, lifecycle.gradient_reduction, lifecycle.retain_weights "
+                "and lifecycle.repeated_units need lifecycle.enabled = true"
             )
         if getattr(config.loss, "chunk_tokens", None) is not None:
             raise ValueError(

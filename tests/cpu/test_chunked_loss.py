@@ -125,7 +125,7 @@ def test_bits_of_the_stock_wrapper(length, num_chunks, bias, dtype, reduction):
     head = make_head(bias=bias, dtype=dtype)
     results = []
     for loss_fn in (
-        make_loss(head, num_chunks=num_chunks, reduction=reduction),
+        make_loss(head, num_chunks=num_chunks, head_reduction=reduction),
         make_stock_loss(head, num_chunks=num_chunks),
     ):
         hidden, labels, tokens = make_inputs(length, dtype=dtype)

@@ -8,14 +8,21 @@ import pytest
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.experiments.graph_trainer.chunked_loss import ChunkedLossWrapperWithParamGrads
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from tests.cpu.conftest import CONFIGS, environment
 from titan_lifecycle import LifecycleChunkedLoss, private_names
 from titan_lifecycle.fsdp_lifecycle.private import FSDPState
+from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.job import read_header, render
 from titan_lifecycle.jobs.shipped import PACKAGE
-from titan_lifecycle.trainer import LifecycleTrainer, lifecycle_config
+from titan_lifecycle.losses.choice import choose_loss
+from titan_lifecycle.losses.mtp import MTPChunkedLoss
+from titan_lifecycle.overrides import chunked_loss
+from titan_lifecycle.run.load import load
+from titan_lifecycle.trainer import LifecycleConfig, LifecycleTrainer, lifecycle_config
 
 OVERRIDE = "titan_lifecycle.overrides.chunked_loss"
 
@@ -28,9 +35,9 @@ def accumulating(**fields):
 
 def test_any_trainer_config_becomes_a_lifecycle_one():
     config = llama3_debugmodel()
-    converted = lifecycle_config(config, reduction="coalesced")
+    converted = lifecycle_config(config, head_reduction="coalesced")
     assert type(converted) is LifecycleTrainer.Config
-    assert converted.lifecycle.reduction == "coalesced"
+    assert converted.lifecycle.head_reduction == "coalesced"
     assert type(converted.loss) is LifecycleChunkedLoss.Config
     assert converted.loss.loss_fn is config.loss.loss_fn
     assert (converted.optimizer, converted.model_spec) == (config.optimizer, config.model_spec)
@@ -52,9 +59,9 @@ def test_another_trainer_is_refused_by_name():
 def test_the_override_replaces_torchtitans_loss_only(num_chunks, kept):
     config = llama3_debugmodel()
     config.loss = ChunkedLossWrapper.Config(num_chunks=num_chunks)
-    apply_overrides(OverrideConfig(imports=[(OVERRIDE, {"reduction": "coalesced"})]), config)
+    apply_overrides(OverrideConfig(imports=[(OVERRIDE, {"head_reduction": "coalesced"})]), config)
     assert type(config.loss) is LifecycleChunkedLoss.Config
-    assert (config.loss.num_chunks, config.loss.reduction) == (kept, "coalesced")
+    assert (config.loss.num_chunks, config.loss.head_reduction) == (kept, "coalesced")
     # GraphTrainer's subclass owns its parameter gradients.
     config.loss = ChunkedLossWrapperWithParamGrads.Config()
     apply_overrides(OverrideConfig(imports=[OVERRIDE]), config)
@@ -64,10 +71,9 @@ def test_the_override_replaces_torchtitans_loss_only(num_chunks, kept):
 def test_disabled_is_torchtitans_own_wrapper():
     config = lifecycle_config(llama3_debugmodel(), enabled=False)
     config.loss.num_chunks = 4
-    from titan_lifecycle.trainer import _loss_for
-
-    assert type(_loss_for(config)) is ChunkedLossWrapper.Config
-    assert _loss_for(config).num_chunks == 4
+    loss, _ = choose_loss(config)
+    assert type(loss) is ChunkedLossWrapper.Config
+    assert loss.num_chunks == 4
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,7 @@ def test_disabled_is_torchtitans_own_wrapper():
             {"gradient_reduction": "all_reduce_last"},
             "'all_reduce_last' needs HSDP: set parallelism.data_parallel_replicate_degree",
         ),
+        ({"enabled": False, "head_reduction": "coalesced"}, "need lifecycle.enabled = true"),
         ({"enabled": False, "retain_weights": True}, "need lifecycle.enabled = true"),
         ({"enabled": False, "repeated_units": "retain"}, "need lifecycle.enabled = true"),
         (
@@ -175,3 +182,83 @@ def test_every_private_name_that_is_read_is_declared():
         name: file for name, file in private.items() if name.removeprefix("_.") not in declared
     }
     assert undeclared.keys() <= python, undeclared
+
+
+def loaded(text, *overrides, tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return load(read_header(path), list(overrides))
+
+
+MTP_JOB = """
+[job]
+module = "deepseek_v3"
+config = "deepseek_v3_debugmodel_mtp"
+device = "cpu"
+[loss]
+mtp_scale = 0.7
+[[override.imports]]
+target = "titan_lifecycle.overrides.chunked_mtp_loss"
+kwargs = { chunk_tokens = 16 }
+"""
+
+
+def test_config_shows_the_loss_that_runs(tmp_path):
+    job = loaded(MTP_JOB, tmp_path=tmp_path)
+    assert type(job.config.loss) is MTPChunkedLoss.Config
+    assert (job.config.loss.chunk_tokens, job.config.loss.loss_fn.mtp_scale) == (16, 0.7)
+    text = render(job)
+    assert 'type = "titan_lifecycle.losses.mtp.MTPChunkedLoss"' in text
+    # The setting has moved into the inner loss, and still says where it comes from.
+    assert job.sources["loss.loss_fn.mtp_scale"].endswith("job.toml:7")
+    assert loaded(text, tmp_path=tmp_path).config.loss == job.config.loss
+    off = loaded(MTP_JOB, "--lifecycle.no-enabled", tmp_path=tmp_path)
+    assert type(off.config.loss) is MTPLoss.Config
+    assert off.config.override.imports == []
+
+
+def test_arguments_of_the_override_hold_in_a_job(tmp_path):
+    text = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\ndevice = "cpu"\n[override]\n'
+    entry = '{ target = "titan_lifecycle.overrides.chunked_loss", kwargs = { chunk_tokens = 16 } }'
+    assert loaded(f"{text}imports = [{entry}]\n", tmp_path=tmp_path).config.loss.chunk_tokens == 16
+
+
+LLAMA_JOB = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\ndevice = "cpu"\n'
+
+
+@pytest.mark.parametrize("section", ["lifecycle", "loss"])
+def test_the_old_names_of_head_reduction_are_refused(section, tmp_path):
+    text = f'{LLAMA_JOB}[{section}]\nreduction = "coalesced"\n'
+    message = rf"'{section}\.reduction' is now lifecycle\.head_reduction"
+    with pytest.raises(JobError, match=rf"job\.toml:6: {message}"):
+        loaded(text, tmp_path=tmp_path)
+    message = rf"'--{section}\.reduction' is now lifecycle\.head_reduction"
+    for given in ((f"--{section}.reduction", "coalesced"), (f"--{section}.reduction=coalesced",)):
+        with pytest.raises(JobError, match=message):
+            loaded(LLAMA_JOB, *given, tmp_path=tmp_path)
+    with pytest.raises(TypeError, match=r"got 'reduction', which is now .*lifecycle\.head_red"):
+        {"lifecycle": LifecycleConfig, "loss": LifecycleChunkedLoss.Config}[section](
+            reduction="compatible"
+        )
+
+
+def test_head_reduction_is_set_in_one_place(tmp_path):
+    for call in (
+        lambda: MTPChunkedLoss.Config(reduction="x"),
+        lambda: lifecycle_config(llama3_debugmodel(), reduction="x"),
+        lambda: chunked_loss(ChunkedLossWrapper.Config(), reduction="x"),
+    ):
+        with pytest.raises(TypeError, match=r"lifecycle\.head_reduction"):
+            call()
+    # For torchtitan's own trainer the loss has it; in a job that would be a second place.
+    text = f'{LLAMA_JOB}[loss]\nhead_reduction = "compatible"\n'
+    message = r"loss\.head_reduction = 'compatible' is for torchtitan's own trainer; here, set life"
+    with pytest.raises(JobError, match=message):
+        loaded(text, tmp_path=tmp_path)
+    entry = '{ target = "titan_lifecycle.overrides.chunked_loss", '
+    entry += 'kwargs = { head_reduction = "coalesced" } }'
+    with pytest.raises(JobError, match=r"set lifecycle\.head_reduction = 'coalesced'"):
+        loaded(f"{LLAMA_JOB}[override]\nimports = [{entry}]\n", tmp_path=tmp_path)
+    assert LifecycleChunkedLoss.Config(head_reduction="coalesced").build().head_reduction == (
+        "coalesced"
+    )

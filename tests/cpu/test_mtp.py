@@ -36,11 +36,12 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss, apply_fsdp_to_mtp_decoder
 from tests import scenarios as s
 from tests.cpu.conftest import runner
 from tests.ranks import GlooTest
+from titan_lifecycle.losses.choice import choose_loss
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
 from titan_lifecycle.measure.collectives import CollectiveCounter
 from titan_lifecycle.overrides import CHUNKED_MTP_LOSS
-from titan_lifecycle.trainer import LifecycleConfig, LifecycleTrainer, _loss_for, lifecycle_config
+from titan_lifecycle.trainer import LifecycleConfig, LifecycleTrainer, lifecycle_config
 
 VOCAB, DIM, BATCH, LENGTH = 64, 32, 2, 12
 SCALE = 0.3
@@ -306,16 +307,16 @@ def test_the_override_keeps_torchtitans_settings():
 
 
 def test_disabled_is_torchtitans_loss_on_full_logits():
-    from titan_lifecycle.trainer import _override_for
-
     config = mtp_config()
-    assert _override_for(config) is config.override
+    loss, override = choose_loss(config)
+    assert (type(loss), override.imports) == (MTPChunkedLoss.Config, [])
     config.lifecycle = LifecycleConfig(enabled=False)
     config.override.imports.append(("other.override", {}))
-    assert _override_for(config).imports == [("other.override", {})]
-    assert type(_loss_for(config)) is MTPLoss.Config
+    loss, override = choose_loss(config)
+    assert override.imports == [("other.override", {})]
+    assert type(loss) is MTPLoss.Config
     config.loss = MTPChunkedLoss.Config(loss_fn=config.loss)
-    assert type(_loss_for(config)) is MTPLoss.Config
+    assert type(choose_loss(config)[0]) is MTPLoss.Config
 
 
 def test_what_cannot_work_is_refused_up_front():
@@ -367,7 +368,7 @@ class MTPRanks:
         """Three optimizer steps beside one process with full logits."""
         reference, model = make_model(depth), shard(make_model(depth), self.mesh)
         names = list(model.state_dict())
-        loss_fn = make_loss(model, num_chunks=4, reduction=reduction)
+        loss_fn = make_loss(model, num_chunks=4, head_reduction=reduction)
         sizes = watch_logits(model)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
         counter, num_groups = CollectiveCounter([model]), 5 + depth - 1

@@ -55,7 +55,7 @@ def assert_same_losses(actual: Trained, expected: Trained) -> None:
         (
             (
                 *("--lifecycle.gradient-reduction", "every_microbatch"),
-                *("--lifecycle.reduction", "coalesced"),
+                *("--lifecycle.head-reduction", "coalesced"),
             ),
             32,
             64,

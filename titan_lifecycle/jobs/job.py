@@ -92,7 +92,7 @@ def read_header(path: str | Path) -> JobHeader:
         where = file.where(("job", key))
         if key not in kinds:
             if advice := pointer(f"job.{key}"):
-                raise JobError(f"{where}: 'job.{key}' is a 0.2 name: {advice}")
+                raise JobError(f"{where}: 'job.{key}' {advice}")
             hint = f"{nearest(key, kinds)} Expected one of {', '.join(kinds)}"
             raise JobError(f"{where}: unknown key 'job.{key}'{hint}")
         valid = {
@@ -116,6 +116,7 @@ def load_job(
     device: str = "cpu",
     device_defaults: Mapping[str, Any] | None = None,
     transform: Callable[[Trainer.Config], Trainer.Config] | None = None,
+    settle: Callable[[Trainer.Config], Trainer.Config] | None = None,
     world_size: int | None = None,
 ) -> Job:
     """Build and validate the config of a job.
@@ -127,6 +128,7 @@ def load_job(
         device_defaults: Dotted path to value, for what the device needs; the job file wins.
         transform: Applied to the registry's config before anything is laid over it, to turn it
             into a subclass with more fields.
+        settle: Applied to the valid config at the end, to decide what depends on several fields.
         world_size: The number of ranks, where it is known; by default what [job] and the degrees
             ask for.
 
@@ -170,6 +172,10 @@ def load_job(
             changes[_NO_GRAPHS] = PLUGIN
     sources = {path: _source(path, changes) for path, _ in overlay.leaves(config)}
     _check_override_imports(config, sources["override.imports"])
+    if settle is not None:
+        before, config = config, settle(config)
+        overlay.revalidate(config, header.path)
+        sources = _settled_sources(before, config, sources)
     parallelism = config.parallelism
     if world_size is None:
         world_size = topology.default_world_size(parallelism, header.nproc_per_node)
@@ -310,7 +316,7 @@ def _apply_cli(header: JobHeader, config: Trainer.Config, cli_args: list[str]) -
     for arg in cli_args:
         path = _flag(arg)
         if path and path not in known and (advice := pointer(path)):
-            raise JobError(f"'--{path}' is a 0.2 name: {advice}")
+            raise JobError(f"'--{path}' {advice}")
         if path in ("module", "config") or path.startswith("job."):
             raise JobError(
                 f"--{path} is not for the command line: {header.path} sets it in its [job] table"
@@ -365,6 +371,22 @@ def _source(path: str, changes: Mapping[str, str]) -> str:
             return changes[path]
         path = path.rpartition(".")[0]
     return REGISTRY
+
+
+def _settled_sources(before: Any, after: Any, sources: Mapping[str, str]) -> dict[str, str]:
+    """The sources of ``after``, whose loss was chosen from the settings in ``before``.
+
+    A setting that went into, or out of, an inner loss takes its source along.
+    """
+    old = dict(overlay.leaves(before))
+    reason = sources["override.imports" if before.override != after.override else "loss"]
+    settled = {}
+    for path, value in overlay.leaves(after):
+        places = [path, path.replace("loss.loss_fn.", "loss.", 1)]
+        places.append(path.replace("loss.", "loss.loss_fn.", 1))
+        kept = [p for p in places if p in old and old[p] == value]
+        settled[path] = sources[kept[0]] if kept else reason
+    return settled
 
 
 def _nested(dotted: Mapping[str, Any] | None) -> dict[str, Any]:

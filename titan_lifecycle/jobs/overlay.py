@@ -302,7 +302,7 @@ class _Overlay:
         # In a section that 0.2 had, the key says more than the section does.
         for old, place in [(f"{dotted}.{k}", (*path, k)) for k in inner] + [(dotted, path)]:
             if advice := pointer(old):
-                return JobError(f"{self.where(place)}: '{old}' is a 0.2 name: {advice}")
+                return JobError(f"{self.where(place)}: '{old}' {advice}")
         what = f"section [{dotted}]" if isinstance(value, dict) else f"key '{dotted}'"
         hint = nearest(str(key), fields)
         homes = [found.rpartition(".")[0] for found, _ in leaves(self.root) if _last(found) == key]

@@ -1,9 +1,15 @@
-"""Names in job files that have changed: torchtitan's keys of 0.2, and classes of this package.
+"""Names in job files that have changed: torchtitan's keys of 0.2, this package's, its classes.
 
 The keys are consulted only for one that the loaded config does not have: none is shadowed.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+_T = TypeVar("_T", bound=type)
 
 MOVED: dict[str, str] = {
     "job.dump_folder": "dump_folder",
@@ -82,6 +88,17 @@ REPLACED: dict[str, str] = {
 }
 """Old dotted key, or section, without a one-to-one successor: what to do instead."""
 
+HEAD_REDUCTION = "lifecycle.head_reduction"
+HEAD_REDUCTION_OF_LOSS = (
+    "head_reduction; in a job, and with lifecycle_config, set lifecycle.head_reduction"
+)
+
+OWN_KEYS: dict[str, str] = {
+    "lifecycle.reduction": f"is now {HEAD_REDUCTION}",
+    "loss.reduction": f"is now {HEAD_REDUCTION}, the one place for this setting",
+}
+"""Keys that this package had, and what became of them."""
+
 RENAMED_CLASSES: dict[str, str] = {
     f"titan_lifecycle.{old}": f"titan_lifecycle.{new}"
     for old, new in {
@@ -96,13 +113,15 @@ RENAMED_CLASSES: dict[str, str] = {
 
 
 def pointer(dotted: str) -> str | None:
-    """What a 0.2 key (or section) became, as a sentence; None for a name 0.2 did not have."""
+    """What an old key (or section) became, to follow its name; None for one that never was."""
+    if own := OWN_KEYS.get(dotted):
+        return own
     prefix, rest = dotted, ""
     while prefix:
         if new := MOVED.get(prefix):
-            return f"it is now {_spell(new + rest)}"
+            return f"is a 0.2 name: it is now {_spell(new + rest)}"
         if advice := REPLACED.get(prefix):
-            return advice
+            return f"is a 0.2 name: {advice}"
         prefix, _, last = prefix.rpartition(".")
         rest = f".{last}{rest}"
     return None
@@ -116,3 +135,32 @@ def _spell(dotted: str) -> str:
     if key in MOVED.values() and key not in ("profiler", "validator"):
         return f"{key}, written at the top of the file before the first [section]"
     return f"[{key}]"
+
+
+def refuse_renamed(owner: str, given: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+    """Refuse an argument under its old name.
+
+    Raises:
+        TypeError: It names the new one.
+    """
+    for old, new in renamed.items():
+        if old in given:
+            raise TypeError(f"{owner} got '{old}', which is now {new}")
+
+
+def with_renamed_fields(**renamed: str) -> Any:
+    """A decorator for a dataclass: old field names, each with the setting that replaced it."""
+
+    def decorate(cls: _T) -> _T:
+        init: Any = cls.__dict__["__init__"]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **fields: Any) -> None:
+            refuse_renamed(cls.__qualname__, fields, renamed)
+            init(self, *args, **fields)
+
+        # Of this class alone: a dataclass that inherits from it makes an __init__ of its own.
+        type.__setattr__(cls, "__init__", checked)
+        return cls
+
+    return decorate

@@ -15,6 +15,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 
 from titan_lifecycle import private_names
 from titan_lifecycle.fsdp_lifecycle import PartialBackwardHooks
+from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION_OF_LOSS, with_renamed_fields
 from titan_lifecycle.losses.chunk_loop import (
     Chunk,
     Sequences,
@@ -66,6 +67,7 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
       length is specialized unless it is, or may be, a multiple.
     """
 
+    @with_renamed_fields(reduction=HEAD_REDUCTION_OF_LOSS)
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
         num_chunks: int | None = None
@@ -78,10 +80,11 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config)
         """Inner loss, applied to each chunk's logits."""
 
-        reduction: Literal["compatible", "coalesced"] = "compatible"
-        """Who reduces the head's gradients where there is a choice. compatible: the chunk loop,
-        bit for bit as torchtitan's wrapper. coalesced: the decoder's backward, together with the
-        rest of the head's FSDP group, one reduce-scatter fewer."""
+        head_reduction: Literal["compatible", "coalesced"] | None = None
+        """Who reduces the head's gradients where there is a choice. compatible, the default: the
+        chunk loop, bit for bit as torchtitan's wrapper. coalesced: the decoder's backward, together
+        with the rest of the head's FSDP group, one reduce-scatter fewer. For torchtitan's own
+        trainer; a job has ``lifecycle.head_reduction`` for it and leaves this unset."""
 
         def __post_init__(self) -> None:
             for name in ("num_chunks", "chunk_tokens"):
@@ -97,7 +100,7 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         self.num_chunks = config.num_chunks or _DEFAULT_NUM_CHUNKS
         self.chunk_tokens = config.chunk_tokens
-        self.reduction = config.reduction
+        self.head_reduction = config.head_reduction or "compatible"
         self.loss_fn = config.loss_fn.build(compile_config=compile_config)
         self.lm_head: nn.Module | None = None
 
@@ -143,7 +146,7 @@ class LifecycleChunkedLoss(ChunkedLossWrapper):
             inner_loss,
             total_loss=zero,
             combine_metrics=self._combine_chunk_metrics,
-            reduction=self.reduction,
+            reduction=self.head_reduction,
         )
 
 

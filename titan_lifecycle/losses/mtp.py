@@ -21,6 +21,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
 from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss, roll_mtp_sequence
 
+from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION_OF_LOSS, with_renamed_fields
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 
 __all__ = ["AlignedMTPLoss", "MTPChunkedLoss", "return_hidden_states"]
@@ -80,6 +81,7 @@ class MTPChunkedLoss(LifecycleChunkedLoss):
     context parallelism, and refuse them.
     """
 
+    @with_renamed_fields(reduction=HEAD_REDUCTION_OF_LOSS)
     @dataclass(kw_only=True, slots=True)
     class Config(LifecycleChunkedLoss.Config):
         loss_fn: BaseLoss.Config = field(default_factory=MTPLoss.Config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from titan_lifecycle import cpu_backend
+from titan_lifecycle.jobs.errors import attempt
 from titan_lifecycle.jobs.job import Job, JobHeader, load_job
 from titan_lifecycle.run.assets import use_packaged_assets
 
@@ -35,6 +38,7 @@ def load(header: JobHeader, overrides: list[str], *, world_size: int | None = No
         device=device,
         device_defaults=cpu_backend.device_defaults() if device == "cpu" else None,
         transform=plugin_config,
+        settle=_with_chosen_loss,
         world_size=world_size,
     )
 
@@ -56,3 +60,14 @@ def plugin_config(config: Trainer.Config) -> Trainer.Config:
     if type(config) is Trainer.Config:
         config = use_packaged_assets(lifecycle_config(config))
     return use_summary(config)
+
+
+def _with_chosen_loss(config: Trainer.Config) -> Trainer.Config:
+    """``config`` with the loss that it trains with."""
+    if getattr(config, "lifecycle", None) is None:
+        return config
+    from titan_lifecycle.losses.choice import choose_loss
+
+    chosen = copy.copy(config)
+    chosen.loss, chosen.override = attempt(partial(choose_loss, config), "override.imports")
+    return chosen
