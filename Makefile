@@ -1,11 +1,7 @@
-<<<<<<< ours
-# make demo   train a small llama3 on this machine's CPU, on 4 processes
+# make demo   train a small llama3 on 4 CPU processes, then compare stock with lifecycle
 # make check  run the tests without ranks, and a choice of those on small ranks, in minutes
 # make test   run all tests
-=======
-# make demo   train a small llama3 on 4 CPU processes, then compare stock with lifecycle
-# make test   run the tests
->>>>>>> theirs
+# make lint   check style, types and workflows
 # make lint   check style, types and workflows
 #
 # Each sets up what it needs in .venv; PYTHON selects the interpreter that creates it.
