@@ -2,7 +2,6 @@
 # make check  run the tests without ranks, and a choice of those on small ranks, in minutes
 # make test   run all tests
 # make lint   check style, types and workflows
-# make lint   check style, types and workflows
 #
 # Each sets up what it needs in .venv; PYTHON selects the interpreter that creates it.
 

@@ -69,7 +69,7 @@ def check_titan_lifecycle(words, directory):
 
 
 def check_make(words, directory):
-    run("make", "-n", *words, cwd=directory)
+    run("make", "-n", *words, cwd=ROOT)
 
 
 def check_script(words, directory):
