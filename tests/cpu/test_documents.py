@@ -133,7 +133,7 @@ def test_a_command_is_one(words, directory):
     CHECKS[words[0]](words[1:], directory)
 
 
-@pytest.mark.parametrize("text", blocks("toml"))
+@pytest.mark.parametrize("text", [*blocks("toml")])
 def test_a_job_loads(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.toml").write_text(text)
@@ -187,7 +187,7 @@ def namespace():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("text", blocks("python"))
+@pytest.mark.parametrize("text", [*blocks("python")])
 def test_python_runs(text, namespace):
     exec(text, namespace)
     if "my_config" in namespace:
