@@ -205,6 +205,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", ["plain_fsdp2.py", "pipeline.py"])
 def test_an_example_trains(name, tmp_path):
     example = ROOT / "configs/examples" / name
