@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -29,7 +30,12 @@ from titan_lifecycle.fsdp_lifecycle import (
 from titan_lifecycle.fsdp_lifecycle.invocations import set_repeated_units
 from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION, with_renamed_fields
 from titan_lifecycle.jobs.topology import loss_rank
-from titan_lifecycle.losses.choice import check_head_reduction, choose_loss, lifecycle_loss
+from titan_lifecycle.losses.choice import (
+    check_head_reduction,
+    choose_loss,
+    lifecycle_loss,
+    takes_head_weight,
+)
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
 from titan_lifecycle.measure.collectives import CollectiveCounter
@@ -40,7 +46,7 @@ from titan_lifecycle.pipeline import (
     register_metadata_inference_cleanup,
 )
 
-__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config"]
+__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config", "stock_config"]
 
 
 @with_renamed_fields(reduction=HEAD_REDUCTION)
@@ -287,6 +293,22 @@ def lifecycle_config(config: Trainer.Config, **lifecycle: Any) -> LifecycleTrain
     return LifecycleTrainer.Config(**values, lifecycle=LifecycleConfig(**lifecycle))
 
 
+def stock_config(config: LifecycleTrainer.Config) -> LifecycleTrainer.Config:
+    """The same job with torchtitan's own loss and policies, whatever ``[lifecycle]`` asks for.
+
+    What torchtitan does not know is reset: a length of chunks becomes the number of equal chunks
+    next to it, an inner loss from the head's weight becomes cross-entropy from logits.
+
+    Args:
+        config: A valid config. It is not changed; nested configs are shared.
+    """
+    stock = copy.copy(config)
+    given = config.lifecycle
+    stock.lifecycle = LifecycleConfig(enabled=False, report_file=given.report_file)
+    stock.loss, stock.override = choose_loss(stock)
+    return stock
+
+
 def _validate(config: LifecycleTrainer.Config) -> None:
     lifecycle, parallelism = config.lifecycle, config.parallelism
     is_changed = (
@@ -305,6 +327,11 @@ def _validate(config: LifecycleTrainer.Config) -> None:
             raise ValueError(
                 "loss.chunk_tokens needs lifecycle.enabled = true; torchtitan's own wrapper knows "
                 "only loss.num_chunks"
+            )
+        if takes_head_weight(config.loss):
+            raise ValueError(
+                "[loss.loss_fn] takes the head's weight, which needs lifecycle.enabled = true; "
+                "torchtitan's own wrapper gives logits"
             )
         return
     _validate_mtp(config)

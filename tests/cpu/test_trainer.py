@@ -143,8 +143,11 @@ def test_report_compares_both(tmp_path):
     json_file = tmp_path / "report.json"
     process = subprocess.run(
         [
-            *(sys.executable, "-m", "titan_lifecycle", "report", "--json", str(json_file)),
-            *("llama3_pp_1f1b", *SMALL, "--training.steps", "4"),
+            *(sys.executable, "-m", "titan_lifecycle", "report"),
+            *("llama3_pp_1f1b", *SMALL, "--training.steps", "4", "--json", str(json_file)),
+            # What torchtitan's own loss and policies do not know.
+            *("--loss.chunk-tokens", "8", "--lifecycle.repeated-units", "retain"),
+            *("--lifecycle.head-reduction", "coalesced"),
             *("--dump_folder", str(tmp_path / "out")),
         ],
         env=environment(),

@@ -15,14 +15,7 @@ from tabulate import tabulate
 
 from titan_lifecycle.jobs.errors import JobError
 from titan_lifecycle.measure.step_cost import StepCost
-
-# torchtitan's own trainer reduces every microbatch and knows no other policy.
-STOCK = (
-    "--lifecycle.no-enabled",
-    "--lifecycle.gradient-reduction",
-    "every_microbatch",
-    "--lifecycle.no-retain-weights",
-)
+from titan_lifecycle.run.load import STOCK
 
 _MIB = 2**20
 
@@ -53,7 +46,7 @@ def report(job: str, overrides: list[str], json_file: Path | None = None) -> int
     stage. ``json_file`` gets them all.
     """
     try:
-        costs = compare(job, overrides, {"stock": STOCK, "lifecycle": ()})
+        costs = compare(job, overrides, {"stock": (STOCK,), "lifecycle": ()})
     except subprocess.CalledProcessError as failed:
         return failed.returncode
     print(table(costs))
