@@ -45,6 +45,7 @@ from titan_lifecycle.pipeline import (
     observe_split_backwards,
     register_metadata_inference_cleanup,
 )
+from titan_lifecycle.run import stop
 
 __all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config", "stock_config"]
 
@@ -76,6 +77,10 @@ class LifecycleConfig:
     """What happens to a unit's weights between its invocations in one forward, as of an embedding
     looked up for every prediction depth. release: each invocation gathers. retain: they stay
     gathered from the first to the last, in the forward and again in the backward."""
+
+    checkpoint_on_sigterm: bool = False
+    """At SIGTERM, end after the current step and save a checkpoint of it; at a second one, end at
+    once. Needs checkpoint.enable. Costs one all-reduce of a flag among the hosts a step."""
 
     report_file: str | None = None
     """Measure memory and time too, and write them here at the end, as JSON, from the rank that
@@ -111,6 +116,12 @@ class LifecycleTrainer(Trainer):
             if isinstance(self.loss_fn, MTPChunkedLoss):
                 return_hidden_states(self.model_parts[0])
             self._record_loss_metrics()
+        self._stop_group: Any = None
+        self._stopping = False
+        if config.lifecycle.checkpoint_on_sigterm:
+            # Of the hosts: a flag on the device would make each step wait for the device.
+            self._stop_group = dist.new_group(backend="gloo")
+            stop.listen()
         self._microbatch = 0
         self._roots: list[Any] = [p for p in self.model_parts if isinstance(p, FSDPModule)]
         self._collectives = CollectiveCounter(self.model_parts)
@@ -133,11 +144,20 @@ class LifecycleTrainer(Trainer):
         self._microbatch = 0
         self._collectives.reset()
         self._step_loss_metrics = {}
-        with self._measurements or nullcontext():
-            super().train_step(data_iterator)
+        try:
+            with self._measurements or nullcontext():
+                super().train_step(data_iterator)
+        except SystemExit as left:
+            # torch's @record, around torchtitan's train(), takes a status of 0 for its end.
+            raise SystemExit(left.code or 1) from left
         if self.metrics_processor.should_log(self.step):
             metrics = self._collective_metrics() | self._global_loss_metrics()
             self.metrics_processor.logger.log(metrics, self.step)
+        if self._stop_group is not None:
+            self._stop_where_asked()
+
+    def should_continue_training(self) -> bool:
+        return not self._stopping and bool(super().should_continue_training())
 
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         is_last = self._microbatch == self.gradient_accumulation_steps - 1
@@ -154,6 +174,8 @@ class LifecycleTrainer(Trainer):
 
     def train(self) -> None:
         super().train()
+        if self._stopping:
+            self.checkpointer.maybe_wait_for_saving()
         self._add_summary_rows()
         schedule = self.config.parallelism.pipeline_parallel_schedule
         dims = self.parallel_dims
@@ -164,6 +186,20 @@ class LifecycleTrainer(Trainer):
                 collectives=self._collectives.counts,
                 tokens_per_step=self.ntokens_seen // max(self.step, 1),
             )
+
+    def _stop_where_asked(self) -> None:
+        """Let this step be the last, with a checkpoint, once a rank is asked to stop.
+
+        See [Note: Stopping at SIGTERM].
+        """
+        asked = torch.tensor(int(stop.is_requested()))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._stop_group)
+        if asked.item():
+            self._stopping = True
+            # The training loop saves next, and this makes it a whole checkpoint of any step. As a
+            # last step's, it might hold the model alone, from which nothing resumes.
+            self.checkpointer.interval = 1
+            logger.warning(f"SIGTERM: saving a checkpoint of step {self.step}, then stopping")
 
     @contextmanager
     def _microbatch_policy(self, is_last: bool) -> Iterator[None]:
@@ -304,7 +340,11 @@ def stock_config(config: LifecycleTrainer.Config) -> LifecycleTrainer.Config:
     """
     stock = copy.copy(config)
     given = config.lifecycle
-    stock.lifecycle = LifecycleConfig(enabled=False, report_file=given.report_file)
+    stock.lifecycle = LifecycleConfig(
+        enabled=False,
+        checkpoint_on_sigterm=given.checkpoint_on_sigterm,
+        report_file=given.report_file,
+    )
     stock.loss, stock.override = choose_loss(stock)
     return stock
 
@@ -317,6 +357,13 @@ def _validate(config: LifecycleTrainer.Config) -> None:
         or lifecycle.repeated_units != "release"
     )
     check_head_reduction(config.loss)
+    if lifecycle.checkpoint_on_sigterm and not (
+        config.checkpoint.enable and not config.checkpoint.load_only
+    ):
+        raise ValueError(
+            "lifecycle.checkpoint_on_sigterm needs checkpoint.enable = true, and "
+            "checkpoint.load_only = false"
+        )
     if not lifecycle.enabled:
         if is_changed or lifecycle.head_reduction != "compatible":
             raise ValueError(

@@ -313,3 +313,11 @@ def test_report_takes_its_option_on_either_side_of_the_job(arguments, monkeypatc
     assert cli.main(["report", *arguments, "--training.steps", "4"]) == 0
     ((_, overrides, file),) = calls
     assert (overrides, file) == (["--training.steps", "4"], Path("x.json"))
+
+
+def test_a_checkpoint_at_sigterm_needs_checkpoints(tmp_path):
+    text = f"{LLAMA_JOB}[lifecycle]\ncheckpoint_on_sigterm = true\n"
+    with pytest.raises(JobError, match=r"checkpoint_on_sigterm needs checkpoint\.enable = true"):
+        loaded(text, tmp_path=tmp_path)
+    on = loaded(text, "--checkpoint.enable", "--stock", tmp_path=tmp_path).config.lifecycle
+    assert on.checkpoint_on_sigterm and not on.enabled

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.errors import JobError, write_text
 from titan_lifecycle.measure.step_cost import StepCost
 from titan_lifecycle.run.load import STOCK
 
@@ -51,8 +51,7 @@ def report(job: str, overrides: list[str], json_file: Path | None = None) -> int
         return failed.returncode
     print(table(costs))
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({k: asdict(v) for k, v in costs.items()}, indent=2) + "\n")
+        write_text(json_file, json.dumps({k: asdict(v) for k, v in costs.items()}, indent=2) + "\n")
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.nn as nn
 
 from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor
+from titan_lifecycle.jobs.errors import write_text
 from titan_lifecycle.measure.collectives import CollectiveCounts
 
 __all__ = ["StepCost", "StepMeasurements", "deferred_gradients"]
@@ -89,8 +90,7 @@ class StepMeasurements:
             peak_unsharded_gradient_bytes=self._residency.peak_gradient_bytes,
             peak_memory_bytes=self._peak_memory_bytes,
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(cost), indent=2) + "\n")
+        write_text(path, json.dumps(asdict(cost), indent=2) + "\n")
         return cost
 
 
