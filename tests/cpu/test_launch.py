@@ -12,11 +12,11 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from tests.cpu.conftest import SMALL, TITAN_LIFECYCLE, environment, left_running
+from tests.cpu.conftest import CONFIGS, SMALL, TITAN_LIFECYCLE, environment, left_running
 from titan_lifecycle import cli
 from titan_lifecycle.jobs.errors import JobError, write_text
 from titan_lifecycle.jobs.topology import loss_rank
-from titan_lifecycle.run import launch, stop
+from titan_lifecycle.run import launch, stop, worker
 from titan_lifecycle.run.lock import LOCK_FILE, hold_dump_folder
 from titan_lifecycle.run.slurm import first_host, launched_from_outside, use_slurm_environment
 
@@ -159,6 +159,44 @@ def test_a_rank_of_torchrun_takes_the_first_sigterm_as_a_request(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_profile_py_beside_the_job_shadows_nothing(tmp_path):
+    """A rank, or a command, that looked there first would import it in the place of Python's."""
+    (tmp_path / "profile.py").write_text("raise ImportError('the user's profile.py')")
+    (tmp_path / "x.toml").write_text('[job]\nmodule = "registry"\nconfig = "own"\n')
+    folder = tmp_path / "own"
+    folder.mkdir()
+    registry = "import profile, sys\ndef own():\n    sys.exit('that is ' + profile.run.__doc__)\n"
+    (folder / "registry.py").write_text(registry)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    for command in (
+        ["-m", "titan_lifecycle", "config"],
+        ["-P", "-m", "titan_lifecycle.run.worker"],
+    ):
+        run = subprocess.run(
+            [sys.executable, *command, "x.toml"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=path, WORLD_SIZE="1"),
+            check=False,
+        )
+        assert "that is Run statement under profiler" in run.stderr, run.stderr
+
+
+def test_ranks_are_started_without_the_current_folder(monkeypatch, tmp_path):
+    commands = []
+
+    def elastic_launch(config, entrypoint):
+        return lambda *args: commands.append((entrypoint, *args))
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    monkeypatch.setenv(worker.LAUNCHED, "1")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.train(str(CONFIGS / "llama3_fsdp.toml"), ["--dump_folder", str(tmp_path)]) == 0
+    assert [command[:2] for command in commands] == [(sys.executable, "-P")]
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path):

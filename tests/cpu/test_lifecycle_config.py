@@ -321,3 +321,12 @@ def test_a_checkpoint_at_sigterm_needs_checkpoints(tmp_path):
         loaded(text, tmp_path=tmp_path)
     on = loaded(text, "--checkpoint.enable", "--stock", tmp_path=tmp_path).config.lifecycle
     assert on.checkpoint_on_sigterm and not on.enabled
+
+
+def test_a_package_of_ones_own_that_is_not_found(tmp_path):
+    text = '[job]\nmodule = "mine.registry"\nconfig = "x"\n'
+    with pytest.raises(JobError, match=r"of your own must be installed, or .* named in PYTHONPATH"):
+        loaded(text, tmp_path=tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(JobError, match=rf"There is a 'mine' in {tmp_path}.*PYTHONPATH={tmp_path}"):
+        loaded(text, tmp_path=tmp_path)

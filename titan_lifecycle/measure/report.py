@@ -95,5 +95,5 @@ def _train(args: list[str]) -> None:
     if "RANK" in os.environ:
         raise JobError("titan-lifecycle report starts its own ranks; run it without torchrun")
     # Standard output is for the table.
-    command = [sys.executable, "-m", "titan_lifecycle", "train", *args]
+    command = [sys.executable, "-P", "-m", "titan_lifecycle", "train", *args]
     subprocess.run(command, stdout=sys.stderr, check=True)
