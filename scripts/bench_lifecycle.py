@@ -278,7 +278,9 @@ def step_table(costs: dict[str, list[StepCost]]) -> str:
             rounds[0],
             step_seconds=statistics.median(c.step_seconds for c in rounds),
             fastest_step_seconds=min(c.fastest_step_seconds for c in rounds),
-            tokens_per_second=statistics.median(c.tokens_per_second for c in rounds),
+            tokens_per_second_per_device=statistics.median(
+                c.tokens_per_second_per_device for c in rounds
+            ),
         )
         for name, rounds in costs.items()
     }

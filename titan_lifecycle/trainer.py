@@ -185,6 +185,7 @@ class LifecycleTrainer(Trainer):
                 Path(self.config.lifecycle.report_file or ""),
                 collectives=self._collectives.counts,
                 tokens_per_step=self.ntokens_seen // max(self.step, 1),
+                non_data_parallel_size=self.parallel_dims.non_data_parallel_size,
             )
 
     def _stop_where_asked(self) -> None:

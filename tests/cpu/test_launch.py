@@ -170,19 +170,15 @@ def test_a_profile_py_beside_the_job_shadows_nothing(tmp_path):
     registry = "import profile, sys\ndef own():\n    sys.exit('that is ' + profile.run.__doc__)\n"
     (folder / "registry.py").write_text(registry)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    for command in (
-        ["-m", "titan_lifecycle", "config"],
-        ["-P", "-m", "titan_lifecycle.run.worker"],
-    ):
-        run = subprocess.run(
-            [sys.executable, *command, "x.toml"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=environment(PYTHONPATH=path, WORLD_SIZE="1"),
-            check=False,
-        )
-        assert "that is Run statement under profiler" in run.stderr, run.stderr
+    run = subprocess.run(
+        [sys.executable, "-m", "titan_lifecycle", "config", "x.toml"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=path),
+        check=False,
+    )
+    assert "that is Run statement under profiler" in run.stderr, run.stderr
 
 
 def test_ranks_are_started_without_the_current_folder(monkeypatch, tmp_path):

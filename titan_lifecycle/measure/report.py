@@ -35,7 +35,7 @@ _ROWS: list[tuple[str, Callable[[StepCost], float], str]] = [
     ("peak memory MiB", lambda c: c.peak_memory_bytes / _MIB, "{:.0f}"),
     ("step seconds (median)", lambda c: c.step_seconds, "{:.3f}"),
     ("step seconds (fastest)", lambda c: c.fastest_step_seconds, "{:.3f}"),
-    ("tokens/s", lambda c: c.tokens_per_second, "{:.0f}"),
+    ("tokens/s/device", lambda c: c.tokens_per_second_per_device, "{:.0f}"),
 ]
 
 
