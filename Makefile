@@ -1,4 +1,4 @@
-# make demo   train a small llama3 on this machine's CPU, on 4 processes
+# make demo   train a small llama3 on 4 CPU processes, then compare stock with lifecycle
 # make check  run the tests without ranks, and a choice of those on small ranks, in minutes
 # make test   run all tests
 # make lint   check style, types and workflows
@@ -15,6 +15,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 demo: $(VENV)/.installed
 	@echo "demo: training configs/llama3_fsdp.toml on 4 processes, about a minute and a half"
 	@$(BIN)/titan-lifecycle train configs/llama3_fsdp.toml
+	@echo "demo: llama3_fsdp_accumulate, torchtitan's lifecycle (stock) against this one"
+	@$(BIN)/titan-lifecycle report llama3_fsdp_accumulate --training.steps 4 --training.seq_len 64
+	@echo "demo: TensorBoard's files are in outputs/llama3_fsdp/tb; the picture of what was compared"
+	@echo "demo: is docs/backwards.svg"
 
 check: $(VENV)/.installed-dev
 	@echo "check: running pytest -m check"

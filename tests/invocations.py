@@ -27,6 +27,7 @@ from tests import scenarios as s
 from tests.scenarios import Case
 from titan_lifecycle import (
     disable_forward_prefetch_in_backward,
+    fsdp_partial_backwards,
     observe_split_backwards,
     register_lifecycle_callbacks,
     reset_iteration,
@@ -1138,6 +1139,20 @@ class TestInvocations:
                     final = dict(unsharded_gradients(model))
                     self.assertEqual({n: g for n, g in at_ready.items() if g is not None}, final)
             self.assert_clean(model)
+
+    def test_every_scope_of_a_head_that_is_its_own_root_counts_from_zero(self) -> None:
+        head = fully_shard(nn.Linear(DIM, VOCAB).to(self.device), mesh=self.mesh())
+        events = record_events(head)
+        for _ in range(2):
+            events.clear()
+            with fsdp_partial_backwards(head) as hooks:
+                for chunk in range(3):
+                    if chunk == 2:
+                        hooks.before_last_forward()
+                    x = torch.ones(BATCH, DIM, device=self.device)
+                    hooks.after_forward(head(x)).sum().backward()
+            self.assertEqual(sorted(events), ["post <root>0", "pre <root>0", "ready <root>"])
+            self.assert_clean(head)
 
     # Pipelines #
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import os
@@ -153,7 +154,10 @@ def runner(directory: Path) -> Callable[..., Run]:
         finally:
             timer.cancel()
             if status is None:
-                os.killpg(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                # Its status is still to come, and the next job must not read it as its own.
+                wait()
         return Run(status, "".join(lines), b"".join(errors).decode(), dump_folder)
 
     return run

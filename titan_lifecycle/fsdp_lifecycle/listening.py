@@ -449,6 +449,17 @@ def wake(states: Iterable[FSDPState]) -> None:
 
 
 def listeners_in_scope(states: Iterable[FSDPState]) -> list[tuple[Listener, Unit]]:
-    """Who is to hear of a scope on ``states``, each with the unit it hears of."""
-    units = [unit for state in states if (unit := existing_unit(state)) is not None]
-    return [(listener, unit) for unit in units if unit.tree for listener in unit.listeners]
+    """Who is to hear of a scope that is about to open on ``states``, each with its unit."""
+    found: list[tuple[Listener, Unit]] = []
+    for state in states:
+        unit = existing_unit(state)
+        if unit is None or not (unit.listeners or unit.tree):
+            continue
+        tree = unit.tree or Tree(state)
+        if tree.units == [unit]:
+            # A head that is a root of its own has no forward but those inside of scopes.
+            if not tree.begin(unit):
+                continue
+            tree.end()
+        found += [(listener, unit) for listener in unit.listeners]
+    return found
