@@ -79,6 +79,7 @@ from titan_lifecycle.losses.mtp import MTPChunkedLoss
 from titan_lifecycle.measure import report
 from titan_lifecycle.measure.collectives import CollectiveCounter
 from titan_lifecycle.measure.step_cost import StepCost
+from titan_lifecycle.run.load import STOCK
 
 PARTS = ("scope", "step", "loss", "mtp", "repeated")
 NUM_CHUNKS = 8
@@ -235,7 +236,7 @@ def _policy(gradient_reduction: str, *more: str) -> list[str]:
 
 
 _STEP_VARIANTS = {
-    "stock": report.STOCK,
+    "stock": [STOCK],
     "every_microbatch compatible": _policy("every_microbatch"),
     "every_microbatch coalesced": _policy(
         "every_microbatch", "--lifecycle.head-reduction", "coalesced"
@@ -277,7 +278,9 @@ def step_table(costs: dict[str, list[StepCost]]) -> str:
             rounds[0],
             step_seconds=statistics.median(c.step_seconds for c in rounds),
             fastest_step_seconds=min(c.fastest_step_seconds for c in rounds),
-            tokens_per_second=statistics.median(c.tokens_per_second for c in rounds),
+            tokens_per_second_per_device=statistics.median(
+                c.tokens_per_second_per_device for c in rounds
+            ),
         )
         for name, rounds in costs.items()
     }

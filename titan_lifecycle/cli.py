@@ -10,7 +10,10 @@ from titan_lifecycle import __version__
 from titan_lifecycle.jobs.errors import JobError
 
 _JOB_HELP = "a job file, or the name of a job this package ships"
-_OVERRIDES_HELP = "--section.key value, as torchtitan spells them; they win over the job file"
+_OVERRIDES_HELP = (
+    "--section.key value, as torchtitan spells them; they win over the job file. --stock: the same "
+    "job with torchtitan's own loss and policies"
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=description, description=description)
         if name == "report":
-            command.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+            _add_json(command)
         command.add_argument("job", help=_JOB_HELP)
         command.add_argument("overrides", nargs=argparse.REMAINDER, help=_OVERRIDES_HELP)
     commands.add_parser("jobs", help="List the jobs this package ships.")
@@ -38,8 +41,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_json(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", default=default, help="write the figures here"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    if args.command == "report":
+        # An option after the job is one of the overrides to argparse.
+        after = argparse.ArgumentParser(
+            prog="titan-lifecycle report", add_help=False, allow_abbrev=False
+        )
+        _add_json(after, default=args.json)
+        _, args.overrides = after.parse_known_args(args.overrides, args)
     # Importing torch and torchtitan takes seconds: not for --help.
     if args.command == "doctor":
         from titan_lifecycle import doctor

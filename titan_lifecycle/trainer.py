@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -29,7 +30,12 @@ from titan_lifecycle.fsdp_lifecycle import (
 from titan_lifecycle.fsdp_lifecycle.invocations import set_repeated_units
 from titan_lifecycle.jobs.renamed_keys import HEAD_REDUCTION, with_renamed_fields
 from titan_lifecycle.jobs.topology import loss_rank
-from titan_lifecycle.losses.choice import check_head_reduction, choose_loss, lifecycle_loss
+from titan_lifecycle.losses.choice import (
+    check_head_reduction,
+    choose_loss,
+    lifecycle_loss,
+    takes_head_weight,
+)
 from titan_lifecycle.losses.chunked import LifecycleChunkedLoss
 from titan_lifecycle.losses.mtp import MTPChunkedLoss, return_hidden_states
 from titan_lifecycle.measure.collectives import CollectiveCounter
@@ -39,8 +45,9 @@ from titan_lifecycle.pipeline import (
     observe_split_backwards,
     register_metadata_inference_cleanup,
 )
+from titan_lifecycle.run import stop
 
-__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config"]
+__all__ = ["LifecycleConfig", "LifecycleTrainer", "lifecycle_config", "stock_config"]
 
 
 @with_renamed_fields(reduction=HEAD_REDUCTION)
@@ -70,6 +77,10 @@ class LifecycleConfig:
     """What happens to a unit's weights between its invocations in one forward, as of an embedding
     looked up for every prediction depth. release: each invocation gathers. retain: they stay
     gathered from the first to the last, in the forward and again in the backward."""
+
+    checkpoint_on_sigterm: bool = False
+    """At SIGTERM, end after the current step and save a checkpoint of it; at a second one, end at
+    once. Needs checkpoint.enable. Costs one all-reduce of a flag among the hosts a step."""
 
     report_file: str | None = None
     """Measure memory and time too, and write them here at the end, as JSON, from the rank that
@@ -105,6 +116,12 @@ class LifecycleTrainer(Trainer):
             if isinstance(self.loss_fn, MTPChunkedLoss):
                 return_hidden_states(self.model_parts[0])
             self._record_loss_metrics()
+        self._stop_group: Any = None
+        self._stopping = False
+        if config.lifecycle.checkpoint_on_sigterm:
+            # Of the hosts: a flag on the device would make each step wait for the device.
+            self._stop_group = dist.new_group(backend="gloo")
+            stop.listen()
         self._microbatch = 0
         self._roots: list[Any] = [p for p in self.model_parts if isinstance(p, FSDPModule)]
         self._collectives = CollectiveCounter(self.model_parts)
@@ -127,11 +144,20 @@ class LifecycleTrainer(Trainer):
         self._microbatch = 0
         self._collectives.reset()
         self._step_loss_metrics = {}
-        with self._measurements or nullcontext():
-            super().train_step(data_iterator)
+        try:
+            with self._measurements or nullcontext():
+                super().train_step(data_iterator)
+        except SystemExit as left:
+            # torch's @record, around torchtitan's train(), takes a status of 0 for its end.
+            raise SystemExit(left.code or 1) from left
         if self.metrics_processor.should_log(self.step):
             metrics = self._collective_metrics() | self._global_loss_metrics()
             self.metrics_processor.logger.log(metrics, self.step)
+        if self._stop_group is not None:
+            self._stop_where_asked()
+
+    def should_continue_training(self) -> bool:
+        return not self._stopping and bool(super().should_continue_training())
 
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         is_last = self._microbatch == self.gradient_accumulation_steps - 1
@@ -148,6 +174,8 @@ class LifecycleTrainer(Trainer):
 
     def train(self) -> None:
         super().train()
+        if self._stopping:
+            self.checkpointer.maybe_wait_for_saving()
         self._add_summary_rows()
         schedule = self.config.parallelism.pipeline_parallel_schedule
         dims = self.parallel_dims
@@ -157,7 +185,22 @@ class LifecycleTrainer(Trainer):
                 Path(self.config.lifecycle.report_file or ""),
                 collectives=self._collectives.counts,
                 tokens_per_step=self.ntokens_seen // max(self.step, 1),
+                non_data_parallel_size=self.parallel_dims.non_data_parallel_size,
             )
+
+    def _stop_where_asked(self) -> None:
+        """Let this step be the last, with a checkpoint, once a rank is asked to stop.
+
+        See [Note: Stopping at SIGTERM].
+        """
+        asked = torch.tensor(int(stop.is_requested()))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._stop_group)
+        if asked.item():
+            self._stopping = True
+            # The training loop saves next, and this makes it a whole checkpoint of any step. As a
+            # last step's, it might hold the model alone, from which nothing resumes.
+            self.checkpointer.interval = 1
+            logger.warning(f"SIGTERM: saving a checkpoint of step {self.step}, then stopping")
 
     @contextmanager
     def _microbatch_policy(self, is_last: bool) -> Iterator[None]:
@@ -287,6 +330,26 @@ def lifecycle_config(config: Trainer.Config, **lifecycle: Any) -> LifecycleTrain
     return LifecycleTrainer.Config(**values, lifecycle=LifecycleConfig(**lifecycle))
 
 
+def stock_config(config: LifecycleTrainer.Config) -> LifecycleTrainer.Config:
+    """The same job with torchtitan's own loss and policies, whatever ``[lifecycle]`` asks for.
+
+    What torchtitan does not know is reset: a length of chunks becomes the number of equal chunks
+    next to it, an inner loss from the head's weight becomes cross-entropy from logits.
+
+    Args:
+        config: A valid config. It is not changed; nested configs are shared.
+    """
+    stock = copy.copy(config)
+    given = config.lifecycle
+    stock.lifecycle = LifecycleConfig(
+        enabled=False,
+        checkpoint_on_sigterm=given.checkpoint_on_sigterm,
+        report_file=given.report_file,
+    )
+    stock.loss, stock.override = choose_loss(stock)
+    return stock
+
+
 def _validate(config: LifecycleTrainer.Config) -> None:
     lifecycle, parallelism = config.lifecycle, config.parallelism
     is_changed = (
@@ -295,6 +358,13 @@ def _validate(config: LifecycleTrainer.Config) -> None:
         or lifecycle.repeated_units != "release"
     )
     check_head_reduction(config.loss)
+    if lifecycle.checkpoint_on_sigterm and not (
+        config.checkpoint.enable and not config.checkpoint.load_only
+    ):
+        raise ValueError(
+            "lifecycle.checkpoint_on_sigterm needs checkpoint.enable = true, and "
+            "checkpoint.load_only = false"
+        )
     if not lifecycle.enabled:
         if is_changed or lifecycle.head_reduction != "compatible":
             raise ValueError(
@@ -305,6 +375,11 @@ def _validate(config: LifecycleTrainer.Config) -> None:
             raise ValueError(
                 "loss.chunk_tokens needs lifecycle.enabled = true; torchtitan's own wrapper knows "
                 "only loss.num_chunks"
+            )
+        if takes_head_weight(config.loss):
+            raise ValueError(
+                "[loss.loss_fn] takes the head's weight, which needs lifecycle.enabled = true; "
+                "torchtitan's own wrapper gives logits"
             )
         return
     _validate_mtp(config)

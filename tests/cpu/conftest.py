@@ -27,10 +27,7 @@ TITAN_LIFECYCLE = (sys.executable, "-m", "titan_lifecycle")
 # Small shapes, and text that is the same on every machine.
 SMALL = ("--training.seq_len", "64", "--dataloader.dataset", "lifecycle_fixed")
 # torchtitan's own wrapper.
-STOCK = (
-    "--lifecycle.no-enabled",
-    *("--lifecycle.gradient-reduction", "every_microbatch"),
-)
+STOCK = ("--stock",)
 # What each golden was compared by, for the end of the test run.
 COMPARED = pytest.StashKey[list[str]]()
 

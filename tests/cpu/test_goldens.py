@@ -16,6 +16,7 @@ STEPS = {
     2: {"loss": 7.736435890197754, "grad_norm": 3.3278968334198},
     3: {"loss": 6.521188735961914, "grad_norm": 3.9735677242279053},
 }
+NO_DIFFERENCE = "largest relative difference: loss 0.0e+00, grad_norm 0.0e+00"
 RENEW = f"if the change is meant, renew it with scripts/regenerate_goldens.py --job {JOB}"
 
 
@@ -42,7 +43,7 @@ def test_a_shipped_job_reproduces_its_golden(job, golden_run, capsys, pytestconf
 )
 def test_another_order_of_additions_is_caught(job, overrides, golden_run):
     golden, changed = goldens.load(job, BACKEND), measured(job, golden_run(job, *overrides))
-    if any(golden.header[name] != changed.header[name] for name in goldens.FINGERPRINT):
+    if goldens.other_machine(job, golden, changed):
         pytest.skip("the golden is another machine's, and no tolerance sees last bits")
     failure = goldens.compare(job, golden, changed)
     assert failure is not None
@@ -115,16 +116,22 @@ def next_float32(value: float) -> float:
 @pytest.mark.parametrize("metric", ["loss", "grad_norm"])
 def test_a_flipped_bit_fails_the_check(metric, script):
     assert script("--job", JOB) == (0, f"{JOB}: new golden, 3 steps\n")
-    assert script("--job", JOB, "--check") == (0, f"{JOB}: agrees bit for bit\n")
+    assert script("--job", JOB, "--check") == (0, f"{JOB}: agrees bit for bit; {NO_DIFFERENCE}\n")
     value = STEPS[2][metric]
     flipped = next_float32(value)
     assert 0 < abs(flipped - value) < 1e-6
     script.replace(repr(value), repr(flipped))
+
+    def relative(name, flipped_metric):
+        return abs(value - flipped) / flipped if name == flipped_metric else 0.0
+
     status, output = script("--job", JOB, "--check")
     assert status == 1
     assert output == (
         f"FAILED {JOB}: first difference at step 2, {metric}: {flipped!r} became {value!r}; "
-        f"compared bit for bit; {RENEW}\n"
+        "compared bit for bit; largest relative difference: "
+        f"loss {relative('loss', metric):.1e}, grad_norm {relative('grad_norm', metric):.1e}; "
+        f"{RENEW}\n"
     )
 
 
@@ -153,16 +160,48 @@ def test_what_a_regeneration_needs_is_checked_first(script, monkeypatch):
 def test_elsewhere_a_check_has_a_tolerance(script):
     script("--job", JOB)
     script.replace("# torch: ", "# torch: 2.14.0 before ")
-    script.measures = [changed(3, loss=STEPS[3]["loss"] * 1.0005)]
+    script.measures = [changed(3, loss=STEPS[3]["loss"] * (1 + 2.5e-6))]
     status, output = script("--job", JOB, "--check")
     assert status == 0
-    assert f"{JOB}: agrees within a relative tolerance (loss 0.001, grad_norm 0.02)" in output
+    assert f"{JOB}: agrees within a relative tolerance (loss 3.6e-06, grad_norm 3.6e-06)" in output
     assert "because torch '2.14.0 before " in output
-    script.measures = [changed(3, loss=STEPS[3]["loss"] * 1.002)]
+    assert "; largest relative difference: loss 2.5e-06, grad_norm 0.0e+00" in output
+    # Once, 3e-5 passed unseen.
+    script.measures = [changed(3, loss=STEPS[3]["loss"] * (1 + 5e-6))]
     status, output = script("--job", JOB, "--check")
     assert status == 1
     assert "first difference at step 3, loss: 6.521188735961914 became" in output
     assert "compared within a relative tolerance" in output
+
+
+EPYC, XEON = "AMD EPYC 25-1-1", "Intel(R) Xeon(R) Platinum 8481C 6-207-2"
+
+
+@pytest.mark.parametrize(
+    "job, device, other, same",
+    [
+        ("llama3_hsdp", "AMD EPYC 25-17-1", EPYC, True),
+        ("llama3_fsdp_cp", EPYC, XEON, True),
+        ("llama3_fsdp_cp", XEON, EPYC, True),
+        ("llama3_hsdp", EPYC, XEON, False),
+        ("llama3_fsdp_cp", EPYC, "aarch64", False),
+        ("llama3_fsdp_cp", "aarch64", "aarch64 2", False),
+        ("llama3_fsdp", "AMD Instinct MI350X", "AMD Instinct MI300X", False),
+        ("llama3_fsdp", "NVIDIA A10G", "NVIDIA A100", False),
+    ],
+)
+def test_bits_are_compared_where_they_are_known_to_agree(job, device, other, same):
+    assert goldens.same_bits(job, device, other) is same
+    header = dict.fromkeys((*goldens.FINGERPRINT, "job_sha256", "run"), "same")
+    golden, measured = (goldens.Golden(STEPS, header | {"device": d}) for d in (device, other))
+    assert bool(goldens.other_machine(job, golden, measured)) is not same
+    one_bit = goldens.Golden(changed(2, loss=next_float32(STEPS[2]["loss"])), measured.header)
+    assert (goldens.compare(job, golden, one_bit) is None) is not same
+
+
+def test_jobs_that_agree_between_vendors_are_shipped():
+    for jobs in goldens.BIT_IDENTICAL.values():
+        assert set(jobs) <= set(goldens.jobs_of(BACKEND))
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,22 @@ def test_a_job_trains_and_sums_up(six_steps):
     rows = six_steps.stdout.rpartition("\n\n")[2].splitlines()
     table = dict(row.strip().split("  ", 1) for row in rows)
     table = {name: value.strip() for name, value in table.items()}
-    assert list(table)[:5] == ["steps", "first loss", "last loss", "tokens/s", "peak memory"]
+    assert list(table)[:5] == [
+        "steps",
+        "first loss",
+        "last loss",
+        "tokens/s/device",
+        "peak memory",
+    ]
     assert table["steps"] == "1 to 6"
     assert table["first loss"] == f"{losses[1]:.5f}"
     assert table["last loss"] == f"{losses[6]:.5f}"
-    assert re.fullmatch(r"[\d,]+ on 4 ranks", table["tokens/s"])
+    assert re.fullmatch(r"[\d,]+ on 4 ranks", table["tokens/s/device"])
+    # The same figure as torchtitan's, of the steps after the first.
+    tps = six_steps.scalars("throughput(tps)")
+    tokens = 5 / sum(1 / value for step, value in tps.items() if step > 1)
+    shown = int(table["tokens/s/device"].split()[0].replace(",", ""))
+    assert shown == pytest.approx(tokens, rel=0.5)  # the whole job's would be four times it
     memory = six_steps.scalars("memory/max_reserved(GiB)")
     assert table["peak memory"] == f"{max(memory.values()):.2f} GiB resident on rank 0"
     assert 0.2 < max(memory.values()) < 5

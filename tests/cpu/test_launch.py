@@ -1,17 +1,23 @@
 """How runs end: failures, kills, interrupts; and finding one's rank under SLURM."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from tests.cpu.conftest import SMALL, TITAN_LIFECYCLE, environment, left_running
-from titan_lifecycle.jobs.errors import JobError
+from tests.cpu.conftest import CONFIGS, SMALL, TITAN_LIFECYCLE, environment, left_running
+from titan_lifecycle import cli
+from titan_lifecycle.jobs.errors import JobError, write_text
 from titan_lifecycle.jobs.topology import loss_rank
-from titan_lifecycle.run import launch
+from titan_lifecycle.run import launch, stop, worker
+from titan_lifecycle.run.lock import LOCK_FILE, hold_dump_folder
 from titan_lifecycle.run.slurm import first_host, launched_from_outside, use_slurm_environment
 
 JOB = """
@@ -38,7 +44,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 
 def process(sample):
-    if os.environ.get("RANK") == "1" and sample["number"] % 50 == 10:
+    if os.environ.get("RANK") == "{rank}" and sample["number"] % 50 == 10:
         {action}
     return "some words to learn " * 4
 
@@ -54,14 +60,15 @@ def failing_job():
 
 @pytest.fixture
 def run_failing(run_job, tmp_path):
-    def run(action, **kwargs):
-        (tmp_path / "failing_job.py").write_text(MODULE.format(action=action))
+    def run(action, *overrides, rank=1, **kwargs):
+        (tmp_path / "failing_job.py").write_text(MODULE.format(action=action, rank=rank))
         (tmp_path / "failing.toml").write_text(JOB)
         return run_job(
             tmp_path / "failing.toml",
             *SMALL[:2],
+            *overrides,
             command=TITAN_LIFECYCLE,
-            PYTHONPATH=str(tmp_path),
+            PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
             **kwargs,
         )
 
@@ -102,6 +109,132 @@ def test_an_interrupt_ends_everything(run_failing, tmp_path):
     assert left_running(tmp_path) == []
 
 
+def test_a_rank_that_leaves_is_named(run_failing, tmp_path):
+    """Its status would be 0, and torch's decorator of train() would drop it."""
+    run = run_failing("raise SystemExit(0)", rank=0)
+    assert run.status == 1
+    (report,) = re.findall(r"titan-lifecycle: (.*)\n", run.stderr)
+    assert report.startswith("rank 0 failed: SystemExit")
+    assert left_running(tmp_path) == []
+
+
+def test_sigterm_saves_a_checkpoint(run_failing, tmp_path):
+    """The launcher gets it in the second or third of fifty steps."""
+    run = run_failing(
+        "os.kill(os.getppid(), signal.SIGTERM)",
+        *("--lifecycle.checkpoint-on-sigterm", "--checkpoint.enable", "--training.steps", "50"),
+        timeout=120,
+    )
+    assert run.status == 128 + signal.SIGTERM, run.output
+    assert run.stderr.splitlines()[-1] == "titan-lifecycle: stopped by SIGTERM, with a checkpoint"
+    (saved,) = (run.dump_folder / "checkpoint").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert 2 <= step < 10
+    # All of it, unlike the last step's: something to resume from.
+    names = FileSystemReader(saved).read_metadata().state_dict_metadata
+    assert any(name.startswith("optimizer") for name in names), list(names)
+    assert re.findall(r"- step: +(\d+)", run.stdout)[-1] == str(step)
+    assert left_running(tmp_path) == []
+
+
+def test_a_second_sigterm_ends_at_once(capfd):
+    with launch._StopRequest(wanted=True) as request:
+        assert not stop.is_requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.is_made and stop.is_requested()
+        with pytest.raises(SignalException):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert "a second SIGTERM ends them at once" in capfd.readouterr().err
+    assert not stop.is_requested()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_rank_of_torchrun_takes_the_first_sigterm_as_a_request(monkeypatch):
+    monkeypatch.setattr(stop, "_signalled", False)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_requested()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_profile_py_beside_the_job_shadows_nothing(tmp_path):
+    """A rank, or a command, that looked there first would import it in the place of Python's."""
+    (tmp_path / "profile.py").write_text("raise ImportError('the user's profile.py')")
+    (tmp_path / "x.toml").write_text('[job]\nmodule = "registry"\nconfig = "own"\n')
+    folder = tmp_path / "own"
+    folder.mkdir()
+    registry = "import profile, sys\ndef own():\n    sys.exit('that is ' + profile.run.__doc__)\n"
+    (folder / "registry.py").write_text(registry)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-m", "titan_lifecycle", "config", "x.toml"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=path),
+        check=False,
+    )
+    assert "that is Run statement under profiler" in run.stderr, run.stderr
+
+
+def test_ranks_are_started_without_the_current_folder(monkeypatch, tmp_path):
+    commands = []
+
+    def elastic_launch(config, entrypoint):
+        return lambda *args: commands.append((entrypoint, *args))
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    monkeypatch.setenv(worker.LAUNCHED, "1")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.train(str(CONFIGS / "llama3_fsdp.toml"), ["--dump_folder", str(tmp_path)]) == 0
+    assert [command[:2] for command in commands] == [(sys.executable, "-P")]
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path):
+    folder = str(tmp_path / "out")
+    with (
+        hold_dump_folder(folder),
+        pytest.raises(JobError, match=rf"is in use by process {os.getpid()} on .*--dump_folder"),
+        hold_dump_folder(folder),
+    ):
+        pass
+    # The file of a job that has ended, however it did, is no obstacle.
+    (tmp_path / "out" / LOCK_FILE).write_text("process 1 on elsewhere")
+    with hold_dump_folder(folder):
+        assert f"process {os.getpid()} on " in (tmp_path / "out" / LOCK_FILE).read_text()
+
+
+def test_a_job_in_a_folder_that_is_in_use_or_unwritable_ends_before_any_rank_starts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "start_ranks", lambda *args: pytest.fail("it started"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with hold_dump_folder(str(tmp_path / "out")):
+        assert cli.main(["train", "llama3_fsdp", "--dump_folder", str(tmp_path / "out")]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert cli.main(["train", "llama3_fsdp", "--dump_folder", str(tmp_path / "file/out")]) == 2
+    error = capsys.readouterr().err
+    assert f"dump_folder = '{tmp_path}/file/out' cannot be written: Not a directory" in error
+
+
+def test_a_full_disk_is_named(monkeypatch):
+    with pytest.raises(JobError, match=r"cannot write /dev/full: No space left on device"):
+        write_text(Path("/dev/full"), "figures")
+    message = {"message": "OSError: full", "extraInfo": {"py_callstack": "the stack", "time_ns": 1}}
+    message["extraInfo"]["lost_peer"] = False
+    failed = failure(1)
+    failed.error_file_data, failed.error_file = {"message": message}, "/proc/none/error.json"
+    report = launch._report(SimpleNamespace(failures={0: failed}))
+    assert report == "titan-lifecycle: rank 0 failed: OSError: full\nthe stack"
+
+
 def test_a_wrong_job_ends_before_any_rank_starts(run_job, tmp_path):
     run = run_job(
         "llama3_fsdp", "--parallelism.tensor_parallel_degree", "3", command=TITAN_LIFECYCLE
@@ -132,6 +265,11 @@ TERMINATED = failure(-signal.SIGTERM)
         (1, {0: failure(1, time_ns=5), 2: failure(-6), 1: failure(1, time_ns=3)}),
         (1, {1: failure(1, time_ns=3, lost_peer=True)}),
         (2, {2: failure(17), 1: failure(3)}),
+        # Rank 0 has left by os._exit(7), and the agent has ended the other one.
+        (0, {1: TERMINATED, 0: failure(7)}),
+        (0, {2: TERMINATED, 1: failure(1, time_ns=5, lost_peer=True), 0: failure(7)}),
+        (0, {1: TERMINATED, 0: failure(-9)}),
+        (1, {1: TERMINATED, 0: failure(1, time_ns=5, lost_peer=True)}),
     ],
 )
 def test_the_first_failure_is_the_one_others_follow_from(first, failures):

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -262,3 +263,70 @@ def test_head_reduction_is_set_in_one_place(tmp_path):
     assert LifecycleChunkedLoss.Config(head_reduction="coalesced").build().head_reduction == (
         "coalesced"
     )
+
+
+ALL_OF_LIFECYCLE = """
+[training]
+seq_len = 64
+global_batch_size = 32
+[loss]
+chunk_tokens = 12
+[loss.loss_fn]
+type = "titan_lifecycle.losses.from_weight.LinearCrossEntropyLoss"
+[lifecycle]
+head_reduction = "coalesced"
+gradient_reduction = "last_microbatch"
+retain_weights = true
+repeated_units = "retain"
+report_file = "cost.json"
+"""
+
+
+def test_stock_is_torchtitans_own_for_any_job(tmp_path):
+    ours = loaded(LLAMA_JOB + ALL_OF_LIFECYCLE, tmp_path=tmp_path).config
+    stock = loaded(LLAMA_JOB + ALL_OF_LIFECYCLE, "--stock", tmp_path=tmp_path).config
+    assert ours.lifecycle.enabled and ours.loss.chunk_tokens == 12
+    assert stock.lifecycle == LifecycleConfig(enabled=False, report_file="cost.json")
+    # Six chunks of 12 tokens would leave a shorter one, which torchtitan's wrapper refuses.
+    assert stock.loss == ChunkedLossWrapper.Config(num_chunks=4)
+    assert stock.training == ours.training
+    mtp = loaded(MTP_JOB, "--stock", tmp_path=tmp_path).config
+    assert (type(mtp.loss), mtp.loss.mtp_scale) == (MTPLoss.Config, 0.7)
+    assert mtp.override.imports == []
+
+
+def test_a_loss_from_the_weight_needs_the_lifecycle(tmp_path):
+    text = LLAMA_JOB + "[lifecycle]\nenabled = false\n[loss.loss_fn]\n"
+    text += 'type = "titan_lifecycle.losses.from_weight.LinearCrossEntropyLoss"\n'
+    with pytest.raises(JobError, match="takes the head's weight, which needs lifecycle"):
+        loaded(text, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [["--json", "x.json", "JOB"], ["JOB", "--json", "x.json"]])
+def test_report_takes_its_option_on_either_side_of_the_job(arguments, monkeypatch):
+    from titan_lifecycle import cli
+    from titan_lifecycle.measure import report
+
+    calls = []
+    monkeypatch.setattr(report, "report", lambda *call: calls.append(call) or 0)
+    arguments = [str(CONFIGS / "llama3_fsdp.toml") if a == "JOB" else a for a in arguments]
+    assert cli.main(["report", *arguments, "--training.steps", "4"]) == 0
+    ((_, overrides, file),) = calls
+    assert (overrides, file) == (["--training.steps", "4"], Path("x.json"))
+
+
+def test_a_checkpoint_at_sigterm_needs_checkpoints(tmp_path):
+    text = f"{LLAMA_JOB}[lifecycle]\ncheckpoint_on_sigterm = true\n"
+    with pytest.raises(JobError, match=r"checkpoint_on_sigterm needs checkpoint\.enable = true"):
+        loaded(text, tmp_path=tmp_path)
+    on = loaded(text, "--checkpoint.enable", "--stock", tmp_path=tmp_path).config.lifecycle
+    assert on.checkpoint_on_sigterm and not on.enabled
+
+
+def test_a_package_of_ones_own_that_is_not_found(tmp_path):
+    text = '[job]\nmodule = "mine.registry"\nconfig = "x"\n'
+    with pytest.raises(JobError, match=r"of your own must be installed, or .* named in PYTHONPATH"):
+        loaded(text, tmp_path=tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(JobError, match=rf"There is a 'mine' in {tmp_path}.*PYTHONPATH={tmp_path}"):
+        loaded(text, tmp_path=tmp_path)

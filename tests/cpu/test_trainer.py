@@ -143,8 +143,11 @@ def test_report_compares_both(tmp_path):
     json_file = tmp_path / "report.json"
     process = subprocess.run(
         [
-            *(sys.executable, "-m", "titan_lifecycle", "report", "--json", str(json_file)),
-            *("llama3_pp_1f1b", *SMALL, "--training.steps", "4"),
+            *(sys.executable, "-m", "titan_lifecycle", "report"),
+            *("llama3_pp_1f1b", *SMALL, "--training.steps", "4", "--json", str(json_file)),
+            # What torchtitan's own loss and policies do not know.
+            *("--loss.chunk-tokens", "8", "--lifecycle.repeated-units", "retain"),
+            *("--lifecycle.head-reduction", "coalesced"),
             *("--dump_folder", str(tmp_path / "out")),
         ],
         env=environment(),
@@ -165,7 +168,9 @@ def test_report_compares_both(tmp_path):
     for cost in costs.values():
         assert cost["num_steps"] == 4
         assert cost["peak_memory_bytes"] > 2**27
-        assert cost["tokens_per_second"] > 0
+        # 4 sequences of 64 tokens a batch rank, which two pipeline ranks share.
+        tps = cost["tokens_per_second_per_device"]
+        assert tps == pytest.approx(4 * 64 / 2 / cost["step_seconds"])
     rows = [line.split("|")[1].strip() for line in process.stdout.splitlines() if "|" in line]
     assert "reduce-scatters a step" in rows
     assert "peak unsharded gradients MiB" in rows

@@ -3,6 +3,7 @@
 import difflib
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -32,6 +33,19 @@ def attempt(action: Callable[[], _T], failed: str) -> _T:
         raise JobError(
             f"{failed}: {type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
         ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that somebody asked for, and its folder.
+
+    Raises:
+        JobError: It could not be written; the message has the cause.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror}") from error
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

@@ -278,7 +278,20 @@ def _registry_module(header: JobHeader) -> Any:
     raise JobError(
         f"{where}: unknown module '{name}'{nearest(name, supported)} "
         f"Expected an importable module or one of: {', '.join(supported)}"
+        f"{_import_hint(name, header.path)}"
     )
+
+
+def _import_hint(name: str, job_file: Path) -> str:
+    """Where a module of the user's own is, if it is near; how Python finds it in any case."""
+    top = name.partition(".")[0]
+    for folder in (job_file.resolve().parent, Path.cwd()):
+        if (folder / top).is_dir() or (folder / f"{top}.py").is_file():
+            return (
+                f". There is a '{top}' in {folder}, which is not among the import paths: install "
+                f"it, or set PYTHONPATH={folder}"
+            )
+    return ". A package of your own must be installed, or its folder be named in PYTHONPATH"
 
 
 def _config_functions(module: Any) -> list[str]:

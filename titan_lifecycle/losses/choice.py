@@ -22,7 +22,7 @@ from titan_lifecycle.overrides import (
     imported,
 )
 
-__all__ = ["check_head_reduction", "choose_loss", "lifecycle_loss"]
+__all__ = ["check_head_reduction", "choose_loss", "lifecycle_loss", "takes_head_weight"]
 
 
 def lifecycle_loss(loss: Any) -> Any:
@@ -64,6 +64,12 @@ def check_head_reduction(loss: Any) -> None:
         )
 
 
+def takes_head_weight(loss: Any) -> bool:
+    """Whether the loss config has an inner loss that is computed from the head's weight."""
+    owner = getattr(getattr(loss, "loss_fn", None), "_owner", None)
+    return owner is not None and issubclass(owner, HeadWeightLoss)
+
+
 def _torchtitans_loss(config: Any) -> Any:
     """torchtitan's own loss with the settings that it knows."""
     loss = config.loss
@@ -72,7 +78,7 @@ def _torchtitans_loss(config: Any) -> Any:
     if type(loss) is not LifecycleChunkedLoss.Config:
         return loss
     inner = loss.loss_fn
-    if issubclass(type(inner)._owner or object, HeadWeightLoss):
+    if takes_head_weight(loss):
         # torchtitan's wrapper hands logits to its inner loss, which this one does not take.
         inner = derive(inner, CrossEntropyLoss.Config)
     num_tokens = config.training.seq_len // config.parallelism.context_parallel_degree

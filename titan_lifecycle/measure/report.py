@@ -13,16 +13,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from titan_lifecycle.jobs.errors import JobError
+from titan_lifecycle.jobs.errors import JobError, write_text
 from titan_lifecycle.measure.step_cost import StepCost
-
-# torchtitan's own trainer reduces every microbatch and knows no other policy.
-STOCK = (
-    "--lifecycle.no-enabled",
-    "--lifecycle.gradient-reduction",
-    "every_microbatch",
-    "--lifecycle.no-retain-weights",
-)
+from titan_lifecycle.run.load import STOCK
 
 _MIB = 2**20
 
@@ -42,7 +35,7 @@ _ROWS: list[tuple[str, Callable[[StepCost], float], str]] = [
     ("peak memory MiB", lambda c: c.peak_memory_bytes / _MIB, "{:.0f}"),
     ("step seconds (median)", lambda c: c.step_seconds, "{:.3f}"),
     ("step seconds (fastest)", lambda c: c.fastest_step_seconds, "{:.3f}"),
-    ("tokens/s", lambda c: c.tokens_per_second, "{:.0f}"),
+    ("tokens/s/device", lambda c: c.tokens_per_second_per_device, "{:.0f}"),
 ]
 
 
@@ -53,13 +46,12 @@ def report(job: str, overrides: list[str], json_file: Path | None = None) -> int
     stage. ``json_file`` gets them all.
     """
     try:
-        costs = compare(job, overrides, {"stock": STOCK, "lifecycle": ()})
+        costs = compare(job, overrides, {"stock": (STOCK,), "lifecycle": ()})
     except subprocess.CalledProcessError as failed:
         return failed.returncode
     print(table(costs))
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({k: asdict(v) for k, v in costs.items()}, indent=2) + "\n")
+        write_text(json_file, json.dumps({k: asdict(v) for k, v in costs.items()}, indent=2) + "\n")
     return 0
 
 
@@ -103,5 +95,5 @@ def _train(args: list[str]) -> None:
     if "RANK" in os.environ:
         raise JobError("titan-lifecycle report starts its own ranks; run it without torchrun")
     # Standard output is for the table.
-    command = [sys.executable, "-m", "titan_lifecycle", "train", *args]
+    command = [sys.executable, "-P", "-m", "titan_lifecycle", "train", *args]
     subprocess.run(command, stdout=sys.stderr, check=True)

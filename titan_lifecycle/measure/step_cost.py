@@ -11,7 +11,9 @@ from pathlib import Path
 import torch.nn as nn
 
 from titan_lifecycle.fsdp_lifecycle import ResidencyMonitor
+from titan_lifecycle.jobs.errors import write_text
 from titan_lifecycle.measure.collectives import CollectiveCounts
+from titan_lifecycle.measure.throughput import tokens_per_second_per_device
 
 __all__ = ["StepCost", "StepMeasurements", "deferred_gradients"]
 
@@ -30,8 +32,8 @@ class StepCost:
     num_steps: int
     step_seconds: float
     fastest_step_seconds: float
-    tokens_per_second: float
-    """Of this rank's data-parallel rank."""
+    tokens_per_second_per_device: float
+    """torchtitan's ``tps``, by the median step."""
     calls: dict[str, int]
     num_bytes: dict[str, int]
     peak_gathered_weight_bytes: int
@@ -70,7 +72,15 @@ class StepMeasurements:
             peak = device_module.memory_stats().get("reserved_bytes.all.peak", 0)
             self._peak_memory_bytes = max(self._peak_memory_bytes, peak)
 
-    def write(self, path: Path, *, collectives: CollectiveCounts, tokens_per_step: int) -> StepCost:
+    def write(
+        self,
+        path: Path,
+        *,
+        collectives: CollectiveCounts,
+        tokens_per_step: int,
+        non_data_parallel_size: int,
+    ) -> StepCost:
+        """Write the cost, from this rank's tokens in a step; see `tokens_per_second_per_device`."""
         timed = self._seconds[_MEASURED_FOR_RESIDENCY + 1 :]
         if not timed:
             raise RuntimeError(
@@ -82,15 +92,16 @@ class StepMeasurements:
             num_steps=len(self._seconds),
             step_seconds=step_seconds,
             fastest_step_seconds=min(timed),
-            tokens_per_second=tokens_per_step / step_seconds,
+            tokens_per_second_per_device=tokens_per_second_per_device(
+                tokens_per_step, step_seconds, non_data_parallel_size
+            ),
             calls=dict(collectives.calls),
             num_bytes=dict(collectives.num_bytes),
             peak_gathered_weight_bytes=self._residency.peak_weight_bytes,
             peak_unsharded_gradient_bytes=self._residency.peak_gradient_bytes,
             peak_memory_bytes=self._peak_memory_bytes,
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(cost), indent=2) + "\n")
+        write_text(path, json.dumps(asdict(cost), indent=2) + "\n")
         return cost
 
 

@@ -18,6 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from titan_lifecycle import private_names
 from titan_lifecycle.jobs.topology import V_SCHEDULES, loss_rank
+from titan_lifecycle.measure.throughput import tokens_per_second_per_device
 
 private_names.check("jobs of torchtitan")
 
@@ -103,13 +104,13 @@ class SummaryMetricsProcessor(MetricsProcessor):
         measured = self._throughput[1:] or self._throughput
         tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
         dims = self.parallel_dims
-        batch_degree = dims.world_size // dims.non_data_parallel_size
+        tps = tokens_per_second_per_device(tokens, seconds, dims.non_data_parallel_size)
         on_cpu = self.device_memory_monitor.device.type == "cpu"
         rows = {
             "steps": f"{first_step} to {last_step}",
             "first loss": f"{first_loss:.5f}",
             "last loss": f"{last_loss:.5f}",
-            "tokens/s": f"{tokens * batch_degree / seconds:,.0f} on {dims.world_size} ranks",
+            "tokens/s/device": f"{tps:,.0f} on {dims.world_size} ranks",
             "peak memory": f"{self._peak_memory_gib:.2f} GiB {'resident' if on_cpu else 'reserved'}"
             f" on rank {torch.distributed.get_rank()}",
             **self.summary_rows,

@@ -23,7 +23,7 @@ def describe(path: str, overrides: list[str]) -> str:
         JobError: The model could not be sharded as the job says.
     """
     run = subprocess.run(
-        [sys.executable, "-m", "titan_lifecycle.plan.build", path, *overrides],
+        [sys.executable, "-P", "-m", "titan_lifecycle.plan.build", path, *overrides],
         capture_output=True,
         text=True,
         check=False,

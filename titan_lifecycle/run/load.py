@@ -8,14 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from titan_lifecycle import cpu_backend
-from titan_lifecycle.jobs.errors import attempt
+from titan_lifecycle.jobs.errors import JobError, attempt
 from titan_lifecycle.jobs.job import Job, JobHeader, load_job
 from titan_lifecycle.run.assets import use_packaged_assets
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-__all__ = ["load", "plugin_config"]
+__all__ = ["STOCK", "load", "plugin_config"]
+
+STOCK = "--stock"
+"""On the command line: the job with torchtitan's own loss and policies, whatever it asks for."""
 
 
 def load(header: JobHeader, overrides: list[str], *, world_size: int | None = None) -> Job:
@@ -23,7 +26,8 @@ def load(header: JobHeader, overrides: list[str], *, world_size: int | None = No
 
     Args:
         header: The job file's ``[job]`` table.
-        overrides: The command line's ``--section.key value``.
+        overrides: The command line's ``--section.key value``. ``--stock`` among them stands for
+            ``stock_config``: the same job with torchtitan's own loss and policies.
         world_size: The number of ranks, where it is known.
 
     Raises:
@@ -34,11 +38,11 @@ def load(header: JobHeader, overrides: list[str], *, world_size: int | None = No
     logging.getLogger().addHandler(logging.NullHandler())
     return load_job(
         header,
-        overrides,
+        [argument for argument in overrides if argument != STOCK],
         device=device,
         device_defaults=cpu_backend.device_defaults() if device == "cpu" else None,
         transform=plugin_config,
-        settle=_with_chosen_loss,
+        settle=_stock if STOCK in overrides else _with_chosen_loss,
         world_size=world_size,
     )
 
@@ -71,3 +75,14 @@ def _with_chosen_loss(config: Trainer.Config) -> Trainer.Config:
     chosen = copy.copy(config)
     chosen.loss, chosen.override = attempt(partial(choose_loss, config), "override.imports")
     return chosen
+
+
+def _stock(config: Trainer.Config) -> Trainer.Config:
+    from titan_lifecycle.trainer import LifecycleTrainer, stock_config
+
+    if not isinstance(config, LifecycleTrainer.Config):
+        raise JobError(
+            f"{STOCK} is for jobs of torchtitan's own trainer; this one has a "
+            f"{type(config).__qualname__}"
+        )
+    return stock_config(config)

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from titan_lifecycle.jobs.errors import JobError
 from titan_lifecycle.jobs.job import Job, read_header
 from titan_lifecycle.run.assets import check_tokenizer
 from titan_lifecycle.run.load import load
+from titan_lifecycle.run.lock import hold_dump_folder
 from titan_lifecycle.run.slurm import use_slurm_environment
 
 if TYPE_CHECKING:
@@ -99,6 +101,13 @@ def _run(path: str, overrides: list[str]) -> None:
 
 def train(job: Job) -> None:
     """Build the trainer and run it, as ``torchtitan.train.main`` does with a parsed config."""
+    # The launcher holds the folder for the ranks it starts.
+    is_holder = LAUNCHED not in os.environ and os.environ["RANK"] == "0"
+    with hold_dump_folder(job.config.dump_folder) if is_holder else nullcontext():
+        _train(job)
+
+
+def _train(job: Job) -> None:
     # Here: torchtitan picks its device when it is imported.
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
@@ -128,7 +137,7 @@ def train(job: Job) -> None:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Before closing, which takes time: the launcher looks for the rank that failed first.
         _record_failure(error)
         if trainer is not None:
@@ -139,7 +148,7 @@ def train(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def _lost_peer(error: Exception) -> bool:
+def _lost_peer(error: BaseException) -> bool:
     """Whether ``error`` only says that another rank is gone."""
     import torch.distributed as dist
 
@@ -148,7 +157,7 @@ def _lost_peer(error: Exception) -> bool:
     )
 
 
-def _record_failure(error: Exception) -> bool:
+def _record_failure(error: BaseException) -> bool:
     """Write ``error`` to the file an elastic agent reads; false if there is none.
 
     Call it while the error is handled. The time is kept in nanoseconds: torch records seconds,
@@ -164,12 +173,18 @@ def _record_failure(error: Exception) -> bool:
         return True
     now = time.time_ns()
     get_error_handler().record_exception(error)
-    record = json.loads(file.read_text())
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError):  # a full disk: the traceback on the console must do
+        return False
     lost_peer = _lost_peer(error)
     # torchrun shows the failure with the earliest second: never let it be a consequence.
     timestamp = str(now // 10**9 + lost_peer)
     record["message"]["extraInfo"].update(timestamp=timestamp, time_ns=now, lost_peer=lost_peer)
-    file.write_text(json.dumps(record))
+    try:
+        file.write_text(json.dumps(record))
+    except OSError:
+        return False
     return True
 
 
