@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 .PHONY: demo check test lint clean
 
 demo: $(VENV)/.installed
-	@echo "demo: training configs/llama3_fsdp.toml on 4 processes, about a minute and a half"
+	@echo "demo: training configs/llama3_fsdp.toml on 4 processes; the demo takes two to three minutes in all"
 	@$(BIN)/titan-lifecycle train configs/llama3_fsdp.toml
 	@echo "demo: llama3_fsdp_accumulate, torchtitan's lifecycle (stock) against this one"
 	@$(BIN)/titan-lifecycle report llama3_fsdp_accumulate --training.steps 4 --training.seq_len 64

@@ -1,8 +1,10 @@
 """Every private name of torch and torchtitan that this package reads, in one list.
 
 The module that reads a part calls :func:`check` with it when it is imported, and
-``titan-lifecycle doctor`` shows them all. Names are listed by their owner, ``module`` or
-``module:Class``, which is imported only then: torchtitan picks its device when it is imported.
+``titan-lifecycle doctor`` shows them all. FSDP2's stand here as names only: what they name is read
+in ``fsdp_lifecycle/`` alone. That package cannot be imported where one is missing, and the doctor
+has to say which. Names are listed by their owner, ``module`` or ``module:Class``, which is imported
+only then: torchtitan picks its device when it is imported.
 """
 
 from __future__ import annotations

@@ -61,11 +61,6 @@ def environment(**extra: str) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1"} | extra
 
 
-def torchrun(*args: str) -> tuple[str, ...]:
-    """The command under torchrun, for processes of one agent."""
-    return (sys.executable, "-m", "torch.distributed.run", *args, "-m", "titan_lifecycle")
-
-
 def left_running(marker: object) -> list[str]:
     """Command lines of processes, other than this one, that mention ``marker``."""
     found = []

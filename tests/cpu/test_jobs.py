@@ -3,9 +3,12 @@
 Small shapes and few steps; configs/ says what each job shows.
 """
 
+import os
 import re
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +16,9 @@ from tests.cpu.conftest import (
     CONFIGS,
     SMALL,
     TITAN_LIFECYCLE,
+    Run,
     environment,
     runner,
-    torchrun,
 )
 
 LOSS, GRAD_NORM = "loss_metrics/global_avg_loss", "grad_norm"
@@ -109,35 +112,85 @@ def test_a_pipeline_validates_and_shows_only_the_loss(run_job):
     assert re.search(r"peak memory .* on rank 2$", run.stdout, re.MULTILINE)
 
 
-def test_two_agents_meet_as_two_nodes_would(run_job, tmp_path):
+def train_example(script: str, *args: str, tmp_path, **env: str) -> subprocess.Popen:
+    """Start an example's script in ``tmp_path``, with its ``bin`` and this Python's commands."""
+    path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return subprocess.Popen(
+        ["bash", str(CONFIGS / "examples" / script), *args],
+        env=environment(**env) | {"PATH": os.pathsep.join(path)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finished(*processes) -> Run:
+    """The run of ``processes`` in their folder, once all have ended."""
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    folder = Path(processes[0].args[-1])
+    return Run(max(abs(p.returncode) for p in processes), "".join(outputs), "", folder)
+
+
+@pytest.mark.jobs
+def test_two_agents_meet_as_two_nodes_would(tmp_path):
+    """The example for two hosts, with both on loopback."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    agent = torchrun(
-        *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id", "test"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-        *("--local-addr", "127.0.0.1"),
-    )
-    args = ["llama3_fsdp", *SMALL, "--training.steps", "2"]
-    dump_folder = ["--dump_folder", str(tmp_path / "out")]
-    console = tmp_path / "second.txt"
-    with console.open("w") as stdout:
-        second = subprocess.Popen(
-            [*agent, "train", *args, *dump_folder],
-            env=environment(),
-            cwd=tmp_path,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-        )
+    args = ["127.0.0.1", "llama3_fsdp", *SMALL, "--training.steps", "2"]
+    args += ["--dump_folder", str(tmp_path / "out")]
+    env = {"PORT": str(port), "LOCAL_ADDR": "127.0.0.1", "NPROC_PER_NODE": "2", "JOB_ID": "test"}
+    hosts = [
+        train_example("torchrun_two_hosts.sh", *args, tmp_path=tmp_path, **env) for _ in range(2)
+    ]
     try:
-        run = run_job(*args, command=agent)
-        assert run.status == 0, run.output
-        assert second.wait(60) == 0
+        run = finished(*hosts)
     finally:
-        second.kill()
+        for host in hosts:
+            host.kill()
+    assert run.status == 0, run.output
     assert list(run.scalars(LOSS)) == [1, 2]
     # The ranks of an agent share its console, and one of them all says each step.
-    assert len(re.findall(r"- step: ", run.stdout + console.read_text())) == 2
+    assert len(re.findall(r"- step: ", run.stdout)) == 2
+
+
+SRUN = """#!/bin/bash
+# Two tasks on this host, as srun would start them.
+shift
+for task in 0 1; do
+    SLURM_STEP_ID=0 SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.mark.jobs
+def test_the_slurm_example_trains(tmp_path):
+    """With a stand-in for srun, which is not on this machine."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    args = [str(CONFIGS / "examples/first_job.toml"), *SMALL, "--training.steps", "2"]
+    args += ["--training.global_batch_size", "4", "--dump_folder", str(tmp_path / "out")]
+    slurm = {"JOB_ID": str(os.getpid()), "NTASKS": "2", "JOB_NODELIST": "localhost"}
+    slurm |= {"SUBMIT_DIR": str(tmp_path), "CPUS_PER_TASK": "1"}
+    process = train_example(
+        "slurm.sbatch",
+        *args,
+        tmp_path=tmp_path,
+        VENV=sys.prefix,
+        **{f"SLURM_{name}": value for name, value in slurm.items()},
+    )
+    try:
+        run = finished(process)
+    finally:
+        process.kill()
+    assert run.status == 0, run.output
+    assert list(run.scalars(LOSS)) == [1, 2]
+    # Two ranks, two microbatches: one reduction a group.
+    assert re.search(r"reduce-scatters a step +8 ", run.stdout)
 
 
 @pytest.mark.parametrize("job", sorted(path.stem for path in CONFIGS.glob("*.toml")))

@@ -81,6 +81,7 @@ from titan_lifecycle.fsdp_lifecycle.private import (
     TrainingState,
     fsdp_modules,
     group_fqn,
+    is_bw,
     is_manually_finalized,
     trainable_parameters,
 )
@@ -144,10 +145,9 @@ class _GroupRecord:
     # In this forward, and in the one before; evaluations are not learned from.
     num_invocations: int = 0
     last_num_invocations: int = 0
-    # The invocations whose forward, start of backward and end of backward are under way.
+    # The invocations whose forward, and end of backward are under way.
     in_forward: _Invocation | None = None
     leaving: _Invocation | None = None
-    beginning: _Invocation | None = None
     completing: _Invocation | None = None
     # Weights that the policy would have released, and gradients that it would have reduced.
     holds_weights: bool = False
@@ -211,7 +211,7 @@ class _GroupRecord:
 
     def leave_forward(self, outputs: Sequence[torch.Tensor]) -> None:
         self.leaving, self.in_forward = self.in_forward, None
-        if self.repeats and not _is_backward():
+        if self.repeats and not is_bw():
             self.holds_weights = self._keeps_weights_in_forward()
             if self.holds_weights:
                 self.set_policy(post_forward_mesh_info=None)
@@ -227,13 +227,13 @@ class _GroupRecord:
         )
         if invocation is not None:
             # FSDP puts a recomputed forward into no order.
-            if self.group._post_forward_indices and not _is_backward():
+            if self.group._post_forward_indices and not is_bw():
                 invocation.post_forward_index = self.group._post_forward_indices[-1]
             for tensor in outputs if self.repeats else ():
                 tensor.register_hook(partial(_begun, invocation))
             if not takes_part:
                 self.tracker.drop(invocation)
-        if self.repeats and not takes_part and not _is_backward():
+        if self.repeats and not takes_part and not is_bw():
             self._leave_prefetch_order()
 
     def _leave_prefetch_order(self) -> None:
@@ -337,7 +337,7 @@ class _GroupRecord:
 
     def reset(self) -> None:
         self.restore()
-        self.in_forward = self.leaving = self.beginning = self.completing = None
+        self.in_forward = self.leaving = self.completing = None
         self.holds_weights = self.holds_gradients = self.is_ready = False
         self.is_in_scope, self.scoped = False, None
         # Every rank resets, and each may have failed elsewhere: none may expect anything.
@@ -502,7 +502,7 @@ class _Tracker(Listener):
 
     def invoke(self, record: _GroupRecord) -> _Invocation | None:
         """A unit's forward starts; returns its invocation, or None where no backward follows."""
-        if _is_backward():
+        if is_bw():
             invocation = self._recomputed(record)
             if invocation is not None:
                 self.begin(invocation)
@@ -582,7 +582,6 @@ class _Tracker(Listener):
     # The backward #
 
     def begin(self, invocation: _Invocation) -> None:
-        invocation.record.beginning = invocation
         self.in_backward.add(invocation.forward)
         if invocation.begun:
             return
@@ -796,10 +795,6 @@ def _in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _accumulated(reference: weakref.ref[_GroupRecord], parameter: torch.Tensor) -> None:
