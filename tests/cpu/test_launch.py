@@ -163,13 +163,14 @@ def test_a_rank_of_torchrun_takes_the_first_sigterm_as_a_request(monkeypatch):
 
 def test_a_profile_py_beside_the_job_shadows_nothing(tmp_path):
     """A rank, or a command, that looked there first would import it in the place of Python's."""
-    (tmp_path / "profile.py").write_text("raise ImportError('the user's profile.py')")
+    (tmp_path / "profile.py").write_text("raise ImportError('not of Python')")
     (tmp_path / "x.toml").write_text('[job]\nmodule = "registry"\nconfig = "own"\n')
     folder = tmp_path / "own"
     folder.mkdir()
     registry = "import profile, sys\ndef own():\n    sys.exit('that is ' + profile.run.__doc__)\n"
     (folder / "registry.py").write_text(registry)
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    # An empty entry would name the current folder.
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [sys.executable, "-m", "titan_lifecycle", "config", "x.toml"],
         capture_output=True,
