@@ -58,6 +58,11 @@ def failing_job():
 """
 
 
+def import_paths(folder: Path) -> str:
+    """PYTHONPATH with ``folder`` first. An empty entry would name the current folder."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 @pytest.fixture
 def run_failing(run_job, tmp_path):
     def run(action, *overrides, rank=1, **kwargs):
@@ -68,7 +73,7 @@ def run_failing(run_job, tmp_path):
             *SMALL[:2],
             *overrides,
             command=TITAN_LIFECYCLE,
-            PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+            PYTHONPATH=import_paths(tmp_path),
             **kwargs,
         )
 
@@ -169,14 +174,12 @@ def test_a_profile_py_beside_the_job_shadows_nothing(tmp_path):
     folder.mkdir()
     registry = "import profile, sys\ndef own():\n    sys.exit('that is ' + profile.run.__doc__)\n"
     (folder / "registry.py").write_text(registry)
-    # An empty entry would name the current folder.
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [sys.executable, "-m", "titan_lifecycle", "config", "x.toml"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment(PYTHONPATH=path),
+        env=environment(PYTHONPATH=import_paths(folder)),
         check=False,
     )
     assert "that is Run statement under profiler" in run.stderr, run.stderr
